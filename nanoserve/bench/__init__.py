@@ -1,0 +1,1 @@
+"""Measuring: correctness first, then time, with bytes per second beside every figure."""

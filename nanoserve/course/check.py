@@ -1,0 +1,306 @@
+"""Checking an answer: every case is run, and whatever happens becomes a row of one table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from nanoserve.course.compare import a, close, exact, short
+from nanoserve.course.exercise import AS_SOLUTION, Case, Exercise, Raises
+from nanoserve.course.guard import Outcome, guarded, message_of
+from nanoserve.course.show import BAD, CELL, GOOD, QUIET, STYLE, escaped, text_table
+from nanoserve.course.source import same_source
+
+ALIKE = close(atol=1e-6, rtol=1e-5)  # two answers that make the same mistake
+
+
+@dataclass
+class Row:
+    """One case's result. `message` is empty where the case passed."""
+
+    what: str
+    kind: str
+    expected: str
+    got: str
+    message: str = ""
+    printed: str = ""
+    verdict: str = "ok"  # or "no", "not run"
+
+    @property
+    def passed(self) -> bool:
+        return self.verdict == "ok"
+
+
+@dataclass
+class Report:
+    """All rows of one check. `status` is "passed", "failed", "not attempted" or "package"."""
+
+    name: str
+    rows: list[Row]
+    status: str
+    note: str = ""  # what became of a passed answer; a second line under the heading
+
+    @property
+    def failed(self) -> Row | None:
+        return next((row for row in self.rows if row.verdict == "no"), None)
+
+    @property
+    def heading(self) -> str:
+        if self.status == "not attempted":
+            return f"{self.name}: not attempted yet" + (f", {self.note}" if self.note else "")
+        good, total = sum(row.passed for row in self.rows), len(self.rows)
+        whose = " (word for word the package's own)" if self.status == "package" else ""
+        if good == total:
+            return f"{self.name}: all {total} cases pass{whose}"
+        return f"{self.name}: {good} of {total} cases pass"
+
+    def text(self) -> str:
+        """The table for a terminal; sentences stand on lines of their own below it."""
+        if self.status == "not attempted":
+            return self.heading
+        cells = [(row.what, row.expected, row.got, row.verdict) for row in self.rows]
+        lines = [self.heading, "", text_table(("case", "expected", "got", ""), cells)]
+        for row in self.rows:
+            if row.message or row.printed:
+                lines += ["", f"{row.what}:"]
+                lines += [f"  {row.message}"] if row.message else []
+                lines += [f"  it printed: {short_print(row.printed)}"] if row.printed else []
+        return "\n".join([*lines, *(["", self.note] if self.note else [])])
+
+    def html(self) -> str:
+        """The table for a notebook; the page's own colours, light or dark."""
+        colour = {"passed": GOOD, "package": GOOD, "failed": BAD}.get(self.status, "inherit")
+        head = f'<div style="margin:0.4em 0"><b style="color:{colour}">{escaped(self.heading)}</b>'
+        if self.status == "not attempted":
+            return f"{head}</div>"
+        head += f"<br>{escaped(self.note)}</div>" if self.note else "</div>"
+        titles = ("", "case", "expected", "got")
+        top = "".join(f'<th style="{CELL};border-top:0;{QUIET}">{title}</th>' for title in titles)
+        body = "".join(_html_row(row) for row in self.rows)
+        table = f'<table style="{STYLE}"><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>'
+        return head + table
+
+
+def run(exercise: Exercise, answer: Callable) -> Report:
+    """Run every case of the exercise on the answer. Raises nothing but KeyboardInterrupt.
+
+    After a case that ran over the limit the rest are not run. An answer that does what a known
+    wrong answer does, on every case, is told what that mistake is.
+    """
+    method = _method(exercise)
+    if method and isinstance(answer, type) and method not in vars(answer):
+        return Report(exercise.name, [], "not attempted", f"it has no method `{method}` of its own")
+    subject = exercise.as_subject(answer)
+    solution = exercise.reference()
+    files = _files(answer)
+    cases, outcomes, wanted, rows = exercise.cases(), [], [], []
+    for case in cases:
+        expectation = expected_outcome(case, solution, exercise.limit)
+        wanted.append(expectation)
+        if outcomes and outcomes[-1].kind == "timeout":
+            rows.append(_row_not_run(case, expectation))
+            continue
+        outcome, unchanged = perform(case, subject, exercise.limit, files)
+        outcomes.append(outcome)
+        message = judge(case, outcome, expectation, exercise.limit)
+        if message is None and not unchanged and not case.mutates and outcome.kind == "value":
+            message = "the result is right, but it changed its inputs: work on a copy"
+        rows.append(_row(case, expectation, outcome, message))
+    if outcomes and all(_unwritten(outcome) for outcome in outcomes):
+        return Report(exercise.name, rows, "not attempted")
+    if all(row.passed for row in rows):
+        own = exercise.target is not None and same_source(answer, solution, method)
+        return Report(exercise.name, rows, "package" if own else "passed")
+    why = recognise(exercise, outcomes)
+    for row, outcome in zip(rows, outcomes, strict=False):
+        if why and row.verdict == "no" and not _unwritten(outcome):
+            row.message = why if outcome.kind == "value" else f"{row.message}. {why}"
+    return Report(exercise.name, rows, "failed")
+
+
+def recognise(exercise: Exercise, outcomes: list[Outcome]) -> str | None:
+    """The `why` of the first known wrong answer that did just this on every case, or None."""
+    for mistake, known in zip(exercise.wrong, _known_outcomes(exercise), strict=True):
+        if all(_alike(x, y) for x, y in zip(outcomes, known, strict=False)):
+            return mistake.why
+    return None
+
+
+def perform(
+    case: Case, subject: Callable, limit: float, files: tuple[str, ...] = ()
+) -> tuple[Outcome, bool]:
+    """Run one case on copies of its inputs: what happened, and whether the inputs are unchanged."""
+    args, kwargs = copied(case.args), copied(dict(case.kwargs))
+    call = case.call or (lambda answer, *args, **kwargs: answer(*args, **kwargs))
+    outcome = guarded(lambda: call(subject, *args, **kwargs), limit, files)
+    same = exact(args, case.args) is None and exact(kwargs, dict(case.kwargs)) is None
+    return outcome, same
+
+
+def expected_outcome(case: Case, solution: Callable, limit: float = 10.0) -> Any:
+    """The value that the case expects, or a Raises."""
+    if isinstance(case.expected, Raises):
+        return case.expected
+    if case.expected is not AS_SOLUTION:
+        return case.expected(solution) if callable(case.expected) else case.expected
+    outcome, _ = perform(case, solution, 6 * limit)
+    if outcome.kind == "raised":
+        return Raises(type(outcome.error))
+    return outcome.value
+
+
+def judge(case: Case, outcome: Outcome, expectation: Any, limit: float) -> str | None:
+    """None where the outcome is as expected, else the sentence that says what is off.
+
+    The comparison is guarded too, since it touches what the answer returned.
+    """
+    judged = guarded(lambda: _judge(case, outcome, expectation), limit)
+    if judged.kind == "value":
+        return judged.value
+    return f"what it gives ({a(outcome.value)}) cannot be compared with the expected value"
+
+
+def copied(value: Any) -> Any:
+    """A copy of tensors and plain containers; anything else (a model, a pool) is shared."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if type(value) in (list, tuple, set):
+        return type(value)(copied(item) for item in value)
+    if type(value) is dict:
+        return {key: copied(item) for key, item in value.items()}
+    return value
+
+
+def short_print(printed: str, width: int = 120) -> str:
+    text = " / ".join(line for line in printed.splitlines() if line.strip())
+    return text if len(text) <= width else text[: width - 3] + "..."
+
+
+def _judge(case: Case, outcome: Outcome, expectation: Any) -> str | None:
+    if outcome.kind == "timeout":
+        return _too_long(outcome)
+    if isinstance(expectation, Raises):
+        return _judge_raised(outcome, expectation)
+    if outcome.kind == "exit":
+        return "it called sys.exit(): return a value instead"
+    if outcome.kind == "raised":
+        return _raised(outcome)
+    verdict = case.compare(outcome.value, expectation)
+    if verdict is False:
+        return f"expected {short(expectation)}, got {short(outcome.value)}"
+    return verdict if isinstance(verdict, str) else None
+
+
+def _judge_raised(outcome: Outcome, expectation: Raises) -> str | None:
+    wanted = expectation.error.__name__
+    if outcome.kind != "raised":
+        return f"it should raise {wanted} here, and did not"
+    if isinstance(outcome.error, NotImplementedError) and wanted != "NotImplementedError":
+        return "this part is not written yet"
+    if not isinstance(outcome.error, expectation.error):
+        return f"it should raise {wanted} here: {_raised(outcome)}"
+    if expectation.names and expectation.names not in str(outcome.error):
+        return f"the message of the {wanted} should name {expectation.names}"
+    return None
+
+
+def _raised(outcome: Outcome) -> str:
+    error = outcome.error
+    if isinstance(error, NotImplementedError):
+        return "this part is not written yet"
+    if isinstance(error, RecursionError):
+        return "it calls itself without end (RecursionError)"
+    text = message_of(error)
+    told = f"it raised {type(error).__name__}" + (f": {text}" if text else "")
+    return f"{told} (in {outcome.line})" if outcome.line else told
+
+
+def _too_long(outcome: Outcome) -> str:
+    told = "it ran over the time limit: is there a loop that never ends?"
+    if outcome.stopped:
+        return told
+    return f"{told} It could not be stopped and still runs: restart the kernel when you can"
+
+
+def _row(case: Case, expectation: Any, outcome: Outcome, message: str | None) -> Row:
+    got = {
+        "raised": f"raises {type(outcome.error).__name__}",
+        "exit": "calls sys.exit()",
+        "timeout": "ran too long",
+    }.get(outcome.kind) or _safe_short(outcome.value)
+    verdict = "no" if message else "ok"
+    told = _told(expectation)
+    return Row(case.what, case.kind, told, got, message or "", outcome.printed, verdict)
+
+
+def _row_not_run(case: Case, expectation: Any) -> Row:
+    return Row(case.what, case.kind, _told(expectation), "", verdict="not run")
+
+
+def _told(expectation: Any) -> str:
+    if isinstance(expectation, Raises):
+        return f"raises {expectation.error.__name__}"
+    return short(expectation)
+
+
+def _safe_short(value: Any) -> str:
+    try:
+        return short(value)
+    except Exception:
+        return a(value)
+
+
+def _html_row(row: Row) -> str:
+    mark, colour = {"ok": ("✓", GOOD), "no": ("✗", BAD)}.get(row.verdict, ("", "inherit"))
+    told = f'<br><span style="color:{BAD}">{escaped(row.message)}</span>' if row.message else ""
+    if row.printed:
+        told += f'<br><span style="{QUIET}">it printed: {escaped(short_print(row.printed))}</span>'
+    cells = (
+        f'<b style="color:{colour}">{mark}</b>',
+        escaped(row.what),
+        escaped(row.expected),
+        escaped(row.got or row.verdict) + told,
+    )
+    return "<tr>" + "".join(f'<td style="{CELL}">{cell}</td>' for cell in cells) + "</tr>"
+
+
+def _unwritten(outcome: Outcome) -> bool:
+    return outcome.kind == "raised" and isinstance(outcome.error, NotImplementedError)
+
+
+def _alike(one: Outcome, other: Outcome) -> bool:
+    if one.kind != other.kind:
+        return False
+    if one.kind == "value":
+        judged = guarded(lambda: ALIKE(one.value, other.value), 2.0)
+        return judged.kind == "value" and judged.value is None
+    return type(one.error) is type(other.error)
+
+
+def _known_outcomes(exercise: Exercise) -> list[list[Outcome]]:
+    known = []
+    for mistake in exercise.wrong:
+        subject, outcomes = exercise.as_subject(mistake.fn), []
+        for case in exercise.cases():
+            outcomes.append(perform(case, subject, exercise.limit)[0])
+            if outcomes[-1].kind == "timeout":
+                break
+        known.append(outcomes)
+    return known
+
+
+def _method(exercise: Exercise) -> str | None:
+    path = (exercise.target or "").partition(":")[2]
+    return path.partition(".")[2] or None
+
+
+def _files(answer: Callable) -> tuple[str, ...]:
+    members = vars(answer).values() if isinstance(answer, type) else (answer,)
+    codes = (getattr(getattr(m, "__wrapped__", m), "__code__", None) for m in members)
+    return tuple({code.co_filename for code in codes if code is not None})

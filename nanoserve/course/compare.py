@@ -1,0 +1,212 @@
+"""Comparing an answer with what was expected, in sentences a person can act on.
+
+A comparison is `compare(got, expected) -> str | None`: None when they agree, else one sentence.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+Compare = Callable[[Any, Any], "str | bool | None"]
+
+
+def exact(got: Any, expected: Any) -> str | None:
+    """Equal in type, shape, dtype and every value, through lists, tuples and dicts."""
+    return _differ(got, expected, 0.0, 0.0, "")
+
+
+def close(atol: float = 1e-6, rtol: float = 1e-5) -> Compare:
+    """As `exact`, but floating-point values may differ by atol + rtol * |expected|."""
+
+    def compare(got: Any, expected: Any) -> str | None:
+        return _differ(got, expected, atol, rtol, "")
+
+    return compare
+
+
+def short(value: Any, width: int = 44) -> str:
+    """One line for a table cell: a tensor by its shape, anything else cut at `width`."""
+    if isinstance(value, torch.Tensor):
+        text = f"{_dtype(value)} {list(value.shape)}"
+        if value.numel() <= 6 and not value.is_meta:
+            text += f" = {_numbers(value.tolist())}"
+    elif isinstance(value, type):
+        text = f"the class {value.__name__}"
+    elif value is None or isinstance(value, str | bytes | bool | numbers.Number):
+        text = _number(value) if isinstance(value, float) else repr(value)
+    elif isinstance(value, list | tuple | set | frozenset | dict):
+        text = _collection(value)
+    elif hasattr(value, "shape") and hasattr(value, "dtype"):
+        text = f"array {list(value.shape)} {value.dtype}"
+    else:
+        text = a(value)
+    text = " ".join(without_addresses(text).split())
+    return text if len(text) <= width else text[: width - 3] + "..."
+
+
+def a(value: Any) -> str:
+    """The type of a value with its article: "a list", "an int", "None"."""
+    if value is None:
+        return "None"
+    name = "tensor" if isinstance(value, torch.Tensor) else type(value).__name__
+    return f"{'an' if name[0].lower() in 'aeio' else 'a'} {name}"
+
+
+def without_addresses(text: str) -> str:
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", text)
+
+
+def _differ(got: Any, expected: Any, atol: float, rtol: float, where: str) -> str | None:
+    at = f" at {where}" if where else ""
+    if got is None and expected is not None:
+        return f"it gives None{at}: is a `return` missing?"
+    if isinstance(expected, torch.Tensor):
+        return _differ_tensor(got, expected, atol, rtol, at)
+    if isinstance(expected, np.ndarray):
+        if not isinstance(got, np.ndarray):
+            return f"it gives {a(got)}{at} where an array is expected"
+        return _differ_tensor(torch.as_tensor(got), torch.as_tensor(expected), atol, rtol, at)
+    if isinstance(got, torch.Tensor):
+        return f"it gives a tensor{at} where {a(expected)} is expected"
+    if isinstance(expected, bool) or isinstance(got, bool):
+        same = isinstance(got, bool) and isinstance(expected, bool) and got == expected
+        return None if same else f"expected {short(expected)}{at}, got {short(got)}"
+    if isinstance(expected, numbers.Number):
+        return _differ_number(got, expected, atol, rtol, at)
+    if isinstance(expected, str | bytes):
+        return _differ_text(got, expected, at)
+    if isinstance(expected, list | tuple):
+        return _differ_sequence(got, expected, atol, rtol, where, at)
+    if isinstance(expected, Mapping):
+        return _differ_mapping(got, expected, atol, rtol, where, at)
+    if type(got) is not type(expected):
+        return f"it gives {a(got)}{at} where {a(expected)} is expected"
+    same = got is expected or got == expected
+    return None if same else f"expected {short(expected)}{at}, got {short(got)}"
+
+
+def _differ_tensor(got: Any, expected: torch.Tensor, atol: float, rtol: float, at: str):
+    if not isinstance(got, torch.Tensor):
+        return f"it gives {a(got)}{at} where a tensor is expected"
+    if got.shape != expected.shape:
+        turned = got.dim() > 1 and list(got.shape) == list(reversed(expected.shape))
+        hint = " (turned round?)" if turned else ""
+        return f"wrong shape{at}: expected {list(expected.shape)}, got {list(got.shape)}{hint}"
+    if got.dtype != expected.dtype:
+        return f"wrong dtype{at}: expected {_dtype(expected)}, got {_dtype(got)}"
+    got, expected = got.detach().cpu(), expected.detach().cpu()
+    if expected.is_floating_point():
+        extra = torch.isnan(got) & ~torch.isnan(expected)
+        if extra.any():
+            count, total = int(extra.sum()), extra.numel()
+            return f"NaN{at} in {count} of {total} places, first at {_first(extra)}"
+        exp, val = expected.double(), got.double()
+        bad = ~torch.isclose(val, exp, rtol=rtol, atol=atol, equal_nan=True)
+    else:
+        bad = got != expected
+    if not bad.any():
+        return None
+    index = _first(bad)
+    key = tuple(index)
+    return (
+        f"{int(bad.sum())} of {bad.numel()} values differ{at}, first at {index}: "
+        f"expected {_number(expected[key].item())}, got {_number(got[key].item())}"
+    )
+
+
+def _differ_number(got: Any, expected: Any, atol: float, rtol: float, at: str) -> str | None:
+    if not isinstance(got, numbers.Number):
+        return f"it gives {a(got)}{at} where a number is expected"
+    if got != got and expected == expected:
+        return f"NaN{at}, expected {_number(expected)}"
+    if got == expected or (got != got and expected != expected):
+        return None
+    if abs(got - expected) <= atol + rtol * abs(expected) and not math.isinf(abs(expected)):
+        return None
+    return f"expected {_number(expected)}{at}, got {_number(got)}"
+
+
+def _differ_text(got: Any, expected: Any, at: str) -> str | None:
+    if type(got) is not type(expected):
+        return f"it gives {a(got)}{at} where {a(expected)} is expected"
+    if got == expected:
+        return None
+    first = next(
+        (i for i, (x, y) in enumerate(zip(got, expected, strict=False)) if x != y),
+        min(len(got), len(expected)),
+    )
+    begin = max(0, first - 6)
+    return (
+        f"differs{at} from character {first}: expected {_piece(expected, begin)}, "
+        f"got {_piece(got, begin)}"
+    )
+
+
+def _differ_sequence(got, expected, atol, rtol, where, at) -> str | None:
+    if not isinstance(got, list if isinstance(expected, list) else tuple):
+        return f"it gives {a(got)}{at} where {a(expected)} is expected"
+    for i, (x, y) in enumerate(zip(got, expected, strict=False)):
+        message = _differ(x, y, atol, rtol, f"{where}[{i}]")
+        if message:
+            return message
+    if len(got) != len(expected):
+        return f"wrong length{at}: expected {len(expected)}, got {len(got)}"
+    return None
+
+
+def _differ_mapping(got, expected, atol, rtol, where, at) -> str | None:
+    if not isinstance(got, Mapping):
+        return f"it gives {a(got)}{at} where {a(expected)} is expected"
+    for key in expected:
+        if key not in got:
+            return f"the key {short(key)} is missing{at}"
+    for key in got:
+        if key not in expected:
+            return f"the key {short(key)} is one too many{at}"
+    for key in expected:
+        message = _differ(got[key], expected[key], atol, rtol, f"{where}[{key!r}]")
+        if message:
+            return message
+    return None
+
+
+def _first(mask: torch.Tensor) -> list[int]:
+    return [int(i) for i in mask.nonzero()[0]]
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _number(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _numbers(value: Any) -> str:
+    if isinstance(value, list):
+        return "[" + ", ".join(_numbers(v) for v in value) + "]"
+    return _number(value)
+
+
+def _piece(text: Any, begin: int, width: int = 24) -> str:
+    cut = repr(text[begin : begin + width])
+    return ("..." if begin else "") + cut + ("..." if len(text) > begin + width else "")
+
+
+def _collection(value: Any, most: int = 12) -> str:
+    if isinstance(value, dict):
+        items = [f"{short(k)}: {short(v)}" for k, v in list(value.items())[:most]]
+        brackets = "{}"
+    else:
+        ordered = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
+        items = [short(v) for v in list(ordered)[:most]]
+        brackets = "[]" if isinstance(value, list) else "()" if isinstance(value, tuple) else "{}"
+    more = ", ..." if len(value) > most else "," if brackets == "()" and len(value) == 1 else ""
+    return brackets[0] + ", ".join(items) + more + brackets[1]

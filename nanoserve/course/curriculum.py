@@ -1,0 +1,117 @@
+"""The days of the course as data: for the index, the map, the progress and the command line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nanoserve.course.exercise import CourseError
+
+PHASES = ("Foundations", "Correct generation", "Paged memory")
+
+
+@dataclass(frozen=True)
+class DayInfo:
+    """A day: `needs` are the days it builds on, `summary` is one sentence about what is built."""
+
+    number: int
+    slug: str
+    title: str
+    week: int
+    phase: int
+    needs: tuple[int, ...]
+    summary: str
+
+    @property
+    def stem(self) -> str:
+        return f"day{self.number:02d}_{self.slug}"
+
+    @property
+    def notebook(self) -> str:
+        return f"{self.stem}.ipynb"
+
+    @property
+    def phase_name(self) -> str:
+        return PHASES[self.phase]
+
+
+_ROWS = (
+    # slug, title, week, phase, needs, summary
+    ("start_here", "Start here", 0, 0, (),
+     "The map of the days, how a day works, and a check that everything is in place."),
+    ("oracle", "The oracle comes first", 1, 0, (),
+     "You run a trusted model, count the work of one token and watch it grow with the length."),
+    ("weights", "Weights are just names", 1, 0, (1,),
+     "You read a model file, undo its packing and find every tensor equal to the oracle's."),
+    ("tokenizer", "Text in, text out", 1, 0, (2,),
+     "You turn text into token ids and back, without ever showing half a character."),
+    ("rope", "RMSNorm and RoPE", 1, 0, (2,),
+     "You write the norm before every layer and the rotation that tells a token where it stands."),
+    ("swiglu", "SwiGLU", 2, 0, (4,),
+     "You write the gated MLP that holds most of a model's parameters."),
+    ("attention", "Attention, with fewer KV heads", 2, 0, (4,),
+     "You write attention in which nine query heads share three heads of keys and values."),
+    ("block", "One block", 2, 0, (5, 6),
+     "You join norm, attention and MLP with two residuals into one layer of the model."),
+    ("model", "The whole forward pass", 2, 1, (7,),
+     "You stack thirty blocks into a model whose logits are the oracle's."),
+    ("greedy", "Greedy, token for token", 2, 1, (3, 8),
+     "You write the loop that makes text, and match the oracle for 64 tokens on ten prompts."),
+    ("sampling", "Sampling", 3, 1, (9,),
+     "You write temperature, top-k, top-p and min-p, ties and edges included."),
+    ("kv_cache", "Remember the keys", 3, 1, (9,),
+     "You keep the keys and values of past tokens, and nothing but the time changes."),
+    ("generate", "One loop for both", 3, 1, (10, 11),
+     "You write one generate loop with streaming and stop strings that never leak."),
+    ("bench", "What the cache bought", 3, 1, (12,),
+     "You measure the cache's speed-up beside the curve of Day 1."),
+    ("block_allocator", "A pool of blocks", 4, 2, (11, 13),
+     "You hand memory out in small blocks, all or nothing, and waste almost none."),
+    ("block_table", "Logical to physical", 4, 2, (14,),
+     "You write the table that says in which block and slot a token lies."),
+    ("paged_cache", "Real keys in scattered blocks", 4, 2, (15,),
+     "You write keys and values through slots and gather them back unchanged."),
+    ("reuse", "Give it back", 4, 2, (16,),
+     "You free blocks and use them again, and poison proves that nothing stale is read."),
+    ("reference", "Freeze the target", 5, 2, (16,),
+     "You write attention through the slot mapping: the oracle that grades every kernel."),
+    ("fused_read", "The fused read", 5, 2, (18,),
+     "You let the cache attend by itself, with one branch in attention."),
+    ("read_benchmark", "A number on the wall", 5, 2, (19,),
+     "You time gathering against the fused read honestly, from 16 to 4,096 tokens."),
+    ("tlsim_grid", "A grid of programs", 6, 2, (16,),
+     "You write a first kernel as a grid of programs, run by a Triton made of torch."),
+    ("streaming_softmax", "The streaming softmax", 6, 2, (18, 21),
+     "You fold a softmax tile by tile, and the paged attention kernel is yours."),
+    ("dispatch", "The same source, compiled", 6, 2, (22,),
+     "You launch one kernel source under three engines and choose between them."),
+    ("scaling", "Flat or climbing?", 6, 2, (20,),
+     "You fit a line in log-log and read honestly what a sweep of times says."),
+    ("one_line", "One line moves", 6, 2, (19, 23),
+     "You move one line, and the kernel becomes the engine's attention."),
+    ("runner", "Time the path you run", 6, 2, (24, 25),
+     "You time the dispatched read end to end, gated by the oracle."),
+    ("roofline", "Find the roof", 7, 2, (26,),
+     "You count bytes, measure the card's bandwidth and see how far below it the kernel is."),
+    ("split_kv_tile", "Share the keys", 7, 2, (27,),
+     "You pack the queries of one KV head into a tile, so that each key is read once."),
+    ("split_history", "Split the history", 7, 2, (28,),
+     "You split one long sequence over the whole card and merge the parts."),
+    ("at_the_roof", "At the roof", 7, 2, (29,),
+     "You tune tiles, warps and stages until eight shapes stand at the bandwidth roof."),
+)  # fmt: skip
+
+DAYS: tuple[DayInfo, ...] = tuple(DayInfo(i, *row) for i, row in enumerate(_ROWS))
+
+
+def find(day: int | str) -> DayInfo:
+    """The day meant by 2, "2", "day02" or "day02_weights.ipynb"; CourseError if none is."""
+    text = str(day).strip().lower().removeprefix("day").partition("_")[0].partition(".")[0]
+    if text.isdecimal() and int(text) < len(DAYS):
+        return DAYS[int(text)]
+    raise CourseError(f"there is no day {day!r}: the days are 0 to {len(DAYS) - 1}")
+
+
+def last_of_week(number: int) -> bool:
+    """Whether a day closes its week, and so has review questions."""
+    later = DAYS[number + 1 : number + 2]
+    return number > 0 and (not later or later[0].week != DAYS[number].week)

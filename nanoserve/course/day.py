@@ -1,0 +1,211 @@
+"""Day: what a notebook calls `today`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import numbers
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from nanoserve.course import answers, store
+from nanoserve.course import check as checking
+from nanoserve.course import glossary as terms
+from nanoserve.course.compare import short
+from nanoserve.course.curriculum import DAYS, find
+from nanoserve.course.exercise import CourseError, Exercise
+from nanoserve.course.exercises import exercises_of, review_of, widgets_of
+from nanoserve.course.show import escaped, html_table, show, text_table
+
+RUNGS = 3
+
+
+def day(number: int | str) -> Day:
+    """The workbench of a day: `today = day(2)`."""
+    return Day(number)
+
+
+class Day:
+    """A day's workbench. A learner's mistake is told in one output; it is never raised."""
+
+    def __init__(self, number: int | str) -> None:
+        self.info = find(number)
+        self.number = self.info.number
+        self.exercises: tuple[Exercise, ...] = exercises_of(self.number)
+        self.last: checking.Report | None = None
+        self._climbed: dict[tuple[str, str], int] = {}
+        self._guesses: dict[str, float | str] = {}
+
+    def __repr__(self) -> str:
+        return f"Day {self.number} · {self.info.title}"
+
+    def check(self, answer: Callable, name: str | None = None) -> None:
+        """Try an answer on every case of its exercise and show what happened, row by row.
+
+        The exercise is the one called `name`, or as the answer is. An answer that passes is saved,
+        and `mine()` can run the engine with it.
+        """
+        wanted = name or getattr(answer, "__name__", None)
+        exercise = next((e for e in self.exercises if e.name == wanted), None)
+        if exercise is None:
+            names = ", ".join(e.name for e in self.exercises) or "none"
+            asked = wanted or short(answer)
+            show(f"Day {self.number} has no exercise {asked!r}. Its exercises: {names}.")
+        elif not callable(answer):
+            show(f"Hand over the function itself, without a call: today.check({exercise.name})")
+        else:
+            self.last = checking.run(exercise, answer)
+            if self.last.status == "passed":
+                self.last.note = answers.keep(self.number, exercise, answer)
+            show(self.last.text(), html=self.last.html())
+
+    def hint(self) -> None:
+        """A hint for the case that failed last. Each call climbs one rung of three."""
+        if self.last is None:
+            show("Run the check first: a hint looks at the case that failed.")
+            return
+        exercise = next(e for e in self.exercises if e.name == self.last.name)
+        row = exercise.cases()[0] if self.last.status == "not attempted" else self.last.failed
+        if row is None:
+            show(f"Every case of {self.last.name} passes: there is nothing to hint at.")
+            return
+        rungs = exercise.hints[row.kind]
+        key = (exercise.name, row.kind)
+        rung = min(self._climbed.get(key, 0) + 1, RUNGS)
+        self._climbed[key] = rung
+        last = "\nThat was the last hint: the solution is in the folded cell." if rung == 3 else ""
+        text = f"Hint {rung} of {RUNGS}, for the case {row.what!r}: {rungs[rung - 1]}{last}"
+        show(text, html=f"<div>{escaped(text).replace(chr(10), '<br>')}</div>")
+
+    @contextlib.contextmanager
+    def mine(self, everything: bool = False) -> Iterator[None]:
+        """Within `with today.mine():` the engine runs with your saved answers of this day.
+
+        With `everything`, those of all days. What runs is printed; all is put back at the end.
+        """
+        days = [(info.number, exercises_of(info.number)) for info in DAYS] if everything else []
+        found = [
+            answer
+            for number, exercises in days or [(self.number, self.exercises)]
+            for answer in answers.saved_answers(number, exercises)
+        ]
+        for answer in found:
+            if answer.definition is None:
+                show(f"Your {answer.exercise.name} cannot be loaded: {answer.trouble}")
+        ready = [answer for answer in found if answer.definition is not None]
+        names = ", ".join(f"{answer.exercise.name} (Day {answer.day})" for answer in ready)
+        show(f"Running with your {names}." if ready else _nothing_yet(self.number, everything))
+        with answers.installed(ready):
+            yield
+
+    def predict(
+        self,
+        name: str,
+        question: str,
+        guess: float | str | None = None,
+        choices: tuple[str, ...] | None = None,
+    ) -> None:
+        """Ask before measuring. The guess is a number, or one of `choices`; None is no guess yet.
+
+        A guess is kept in work/ and given back by `guess(name)`; one that does not fit is told so.
+        """
+        ask = question if choices is None else f"{question} ({', '.join(choices)})"
+        if guess is None:
+            show(f"{ask}\nNo guess yet: put yours in place of None.")
+            return
+        value, trouble = _fitting(guess, choices)
+        if trouble:
+            show(f"{ask}\n{trouble}")
+            return
+        self._guesses[name] = value
+        progress, note = store.Progress.load(), ""
+        progress.set_guess(self.number, name, value)
+        try:
+            progress.save()
+        except CourseError as error:
+            note = f"\nKept for this session only: {error}"
+        lines = [ask, f"Your guess: {short(value)}"]
+        lines += [progress.trouble] if progress.trouble else []
+        show("\n".join(lines) + note)
+
+    def guess(self, name: str, day: int | None = None) -> float | str | None:
+        """The prediction made under this name, on this day or another, or None."""
+        if day is None and name in self._guesses:
+            return self._guesses[name]
+        return store.Progress.load().guess(self.number if day is None else day, name)
+
+    def picture(self, name: str) -> None:
+        """Show a picture of diagrams/ as a stored output."""
+        path = _travelling(("diagrams", "course/pictures"), f"{name}.png", "picture")
+        show(f"[picture: {name}]", png=path.read_bytes())
+
+    def widget(self, name: str, **options: Any) -> None:
+        """Show a widget of the day; where widgets do not render, its picture."""
+        factories = widgets_of(self.number)
+        if name not in factories:
+            known = ", ".join(factories) or "none"
+            raise CourseError(f"day {self.number} has no widget {name!r}; its widgets: {known}")
+        factories[name](**options).show(name)
+
+    def data(self, name: str) -> Any:
+        """The contents of notebooks/data/name.json: recorded figures with their label."""
+        path = _travelling(("notebooks/data", "course/data"), f"{name}.json", "data")
+        return json.loads(path.read_text(encoding="utf-8"))
+
+    def review(self) -> None:
+        """The week's questions; each answer unfolds."""
+        questions = review_of(self.number)
+        if not questions:
+            raise CourseError(f"day {self.number} has no review questions")
+        plain = [f"{i}. {q}\n   Answer: {a}" for i, (q, a) in enumerate(questions, 1)]
+        rich = [
+            f'<details style="margin:0.4em 0"><summary><b>{i}.</b> {escaped(q)}</summary>'
+            f'<div style="margin:0.3em 1.2em">{escaped(a)}</div></details>'
+            for i, (q, a) in enumerate(questions, 1)
+        ]
+        show("\n".join(plain), html="".join(rich))
+
+    def glossary(self, *names: str) -> None:
+        """A table of these terms; with none named, of all that this day defines."""
+        rows = [(t.term, t.meaning) for t in terms.lookup(names, self.number)]
+        rich = [(f"<b>{escaped(term)}</b>", escaped(meaning)) for term, meaning in rows]
+        head = ("term", "meaning")
+        show(text_table(head, rows), html=html_table(head, rich))
+
+    def progress(self) -> None:
+        """The map of the days, with the exercises you have passed."""
+        from nanoserve.course.widgets import progress_map
+
+        plain, rich = progress_map(store.status())
+        trouble = store.Progress.load().trouble
+        show(plain + (f"\n{trouble}" if trouble else ""), html=rich)
+
+
+def _nothing_yet(number: int, everything: bool) -> str:
+    when = "" if everything else f" of Day {number}"
+    return f"No saved answer{when} yet: the engine runs with its own code."
+
+
+def _fitting(guess: Any, choices: tuple[str, ...] | None) -> tuple[Any, str]:
+    """(value, "") of a guess that fits, or (None, the sentence that says what would)."""
+    if choices is not None:
+        match = next((c for c in choices if str(guess).strip().lower() == c.lower()), None)
+        if match is None:
+            return None, f"{short(guess)} is none of the choices: {', '.join(choices)}."
+        return match, ""
+    if isinstance(guess, str):
+        with contextlib.suppress(ValueError):
+            guess = float(guess.strip().replace(",", ""))
+    if isinstance(guess, bool) or not isinstance(guess, numbers.Real) or not math.isfinite(guess):
+        return None, f"{short(guess)} is not a number: a guess here is one, such as 3 or 0.5."
+    return float(guess), ""
+
+
+def _travelling(folders: tuple[str, str], file: str, kind: str) -> Path:
+    """A file of the checkout, or its copy in the installed package."""
+    for path in (store.PACKAGE.parent / folders[0] / file, store.PACKAGE / folders[1] / file):
+        if path.exists():
+            return path
+    raise CourseError(f"there is no {kind} {Path(file).stem!r}")

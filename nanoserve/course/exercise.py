@@ -1,0 +1,135 @@
+"""What an exercise is: cases, hints and the wrong answers people really give."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from nanoserve.course.compare import Compare, close, exact
+
+__all__ = [
+    "Case",
+    "CourseError",
+    "Exercise",
+    "Raises",
+    "Wrong",
+    "close",
+    "exact",
+    "raises",
+    "wrong",
+]
+
+
+class CourseError(ValueError):
+    """A request to the workbench that cannot be met; the message is one sentence."""
+
+
+class _AsSolution:
+    """The default of Case.expected: whatever the solution does on the same arguments."""
+
+
+AS_SOLUTION = _AsSolution()
+
+
+@dataclass(frozen=True)
+class Raises:
+    """Expected: an exception of this type, with `names` somewhere in its message."""
+
+    error: type[BaseException]
+    names: str = ""
+
+
+def raises(error: type[BaseException], names: str = "") -> Raises:
+    return Raises(error, names)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of a check: the answer is called with args and kwargs, and the result compared.
+
+    `what` says to the learner what is tried; `kind` chooses the hints. `expected` is a value, a
+    `raises(...)`, or a function of the solution; left out, it is what the solution does here.
+    `call(answer, *args, **kwargs)` replaces the plain call: for classes, or to collect a generator.
+    `compare(got, expected)` gives None or True when they agree, else a sentence (or False).
+    Inputs are copied for each run; changing them fails the case unless `mutates` is set.
+    """
+
+    what: str
+    args: tuple = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    kind: str = "value"
+    expected: Any = AS_SOLUTION
+    compare: Compare = exact
+    call: Callable[..., Any] | None = None
+    mutates: bool = False
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """A plausible wrong answer, and the sentence that tells its author what the mistake is."""
+
+    fn: Callable
+    why: str
+
+
+def wrong(why: str) -> Callable[[Callable], Wrong]:
+    """Decorator: `@wrong("This is the table for interleaved pairs: ...")` over the wrong answer."""
+    return lambda fn: Wrong(fn, why)
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """One thing to write on a day.
+
+    `name` is the name of the learner's function or class. `cases()` makes the cases afresh, the
+    same each time (seed what is random). `hints` maps each kind of case to three rungs. `target`
+    is what the answer replaces in the engine: "nanoserve.weights:unpermute", a class, or a method
+    as "nanoserve.cache:NaiveKVCache.append" (the cases then get the class). `solution` is left out
+    where the target is the solution. `limit` is the number of seconds a case may take.
+    """
+
+    name: str
+    cases: Callable[[], list[Case]]
+    hints: Mapping[str, tuple[str, str, str]]
+    target: str | None = None
+    solution: Callable | None = None
+    wrong: tuple[Wrong, ...] = ()
+    limit: float = 10.0
+
+    def __post_init__(self) -> None:
+        short = [kind for kind, rungs in self.hints.items() if len(rungs) != 3]
+        if short or not self.hints:
+            raise CourseError(f"the exercise {self.name!r} needs three hints for each kind {short}")
+
+    def reference(self) -> Callable:
+        """The right answer: `solution`, else the package's own. For a method, its class."""
+        if self.solution is not None:
+            return self.as_subject(self.solution)
+        if self.target is None:
+            raise CourseError(f"the exercise {self.name!r} has neither a target nor a solution")
+        holder, _, found = locate(self.target)
+        return holder if isinstance(holder, type) else found
+
+    def as_subject(self, answer: Callable) -> Callable:
+        """What the cases are run on: a function written for a method is put into its class."""
+        if self.target is None or isinstance(answer, type):
+            return answer
+        holder, attribute, _ = locate(self.target)
+        if not isinstance(holder, type):
+            return answer
+        return type(holder.__name__, (holder,), {attribute: answer, "__module__": "__main__"})
+
+
+def locate(target: str) -> tuple[Any, str, Any]:
+    """(holder, attribute, object) of "module:name" or "module:Class.method"."""
+    module_name, _, path = target.partition(":")
+    try:
+        holder: Any = importlib.import_module(module_name)
+        *outer, attribute = path.split(".")
+        for name in outer:
+            holder = getattr(holder, name)
+        return holder, attribute, getattr(holder, attribute)
+    except (ImportError, AttributeError) as error:
+        raise CourseError(f"{target} does not exist: {error}") from error

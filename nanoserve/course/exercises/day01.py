@@ -1,0 +1,167 @@
+"""Day 1: count the work of one token."""
+
+from dataclasses import replace
+
+from nanoserve.config import ModelConfig
+from nanoserve.course import widgets
+from nanoserve.course.exercise import Case, Exercise, wrong
+from nanoserve.course.plots import COLOURS, figure
+
+SMOLLM2 = ModelConfig(
+    family="llama", vocab_size=49_152, hidden_size=576, intermediate_size=1_536, num_layers=30,
+    n_q=9, n_kv=3, head_dim=64, context=8_192, norm_eps=1e-5, rope_theta=100_000.0,
+    rope_scaling=None, qkv_bias=False, o_bias=False, qk_norm=False, tied_head=True,
+    eos_ids=(2,), bos_id=1,
+)  # fmt: skip
+TINY = replace(
+    SMOLLM2, vocab_size=11, hidden_size=10, intermediate_size=7, num_layers=3,
+    n_q=6, n_kv=2, head_dim=4,
+)  # fmt: skip
+
+
+def work_of_a_token(config: ModelConfig, length: int) -> int:
+    """Floating-point operations that choose the next token after `length`, nothing remembered."""
+    q_size, kv_size = config.n_q * config.head_dim, config.n_kv * config.head_dim
+    attention = config.hidden_size * (2 * q_size + 2 * kv_size)  # q and o, k and v
+    mlp = 3 * config.hidden_size * config.intermediate_size
+    pairs = length * (length + 1) // 2
+    layer = 2 * length * (attention + mlp) + 4 * pairs * q_size
+    return config.num_layers * layer + 2 * config.hidden_size * config.vocab_size
+
+
+def _parts(config: ModelConfig, length: int) -> dict[str, int]:
+    """The right answer's terms, for wrong answers to leave out or get wrong."""
+    hidden, q_size = config.hidden_size, config.n_q * config.head_dim
+    return {
+        "q and o": 4 * length * hidden * q_size * config.num_layers,
+        "k and v": 4 * length * hidden * config.n_kv * config.head_dim * config.num_layers,
+        "mlp": 6 * length * hidden * config.intermediate_size * config.num_layers,
+        "scores": 2 * length * (length + 1) * q_size * config.num_layers,
+        "head": 2 * hidden * config.vocab_size,
+    }
+
+
+@wrong("Half of the right number: a weight costs a multiplication and an addition, so count 2.")
+def _one_operation(config, length):
+    return work_of_a_token(config, length) // 2
+
+
+@wrong(
+    "The head is counted at every position. Only the last one chooses the next token, so the "
+    "vocabulary is multiplied once."
+)
+def _head_everywhere(config, length):
+    return work_of_a_token(config, length) + (length - 1) * _parts(config, length)["head"]
+
+
+@wrong("k and v are counted as wide as q. They have only n_kv heads: n_kv * head_dim rows each.")
+def _all_heads(config, length):
+    parts = _parts(config, length)
+    extra = parts["k and v"] * config.n_rep - parts["k and v"]
+    return work_of_a_token(config, length) + extra
+
+
+@wrong(
+    "Every query is paired with every key. Query i may look at keys 0 to i only: "
+    "length * (length + 1) / 2 pairs, not length * length."
+)
+def _square(config, length):
+    square = 4 * length * length * config.n_q * config.head_dim * config.num_layers
+    return work_of_a_token(config, length) - _parts(config, length)["scores"] + square
+
+
+@wrong("The MLP has three matrices, gate, up and down. Two were counted.")
+def _two_matrices(config, length):
+    return work_of_a_token(config, length) - _parts(config, length)["mlp"] // 3
+
+
+@wrong(
+    "Only the last position is counted, as if the others were remembered. Without a cache every "
+    "position is computed again."
+)
+def _only_the_last(config, length):
+    parts = _parts(config, length)
+    linear = parts["q and o"] + parts["k and v"] + parts["mlp"]
+    last = 4 * length * config.n_q * config.head_dim * config.num_layers
+    return linear // length + last + parts["head"]
+
+
+@wrong(
+    "A pair of positions costs two products, the score and the weighted sum of values: "
+    "4 * head_dim operations per head, not 2."
+)
+def _scores_only(config, length):
+    return work_of_a_token(config, length) - _parts(config, length)["scores"] // 2
+
+
+def _cases() -> list[Case]:
+    wide = replace(TINY, n_q=4, n_kv=4, num_layers=1, head_dim=6)
+    return [
+        Case("a tiny model, 1 token", (TINY, 1), kind="linear"),
+        Case("a tiny model, 5 tokens", (TINY, 5), kind="pairs"),
+        Case("as many KV heads as query heads, 3 tokens", (wide, 3), kind="linear"),
+        Case("SmolLM2, 100 tokens", (SMOLLM2, 100), kind="pairs"),
+    ]
+
+
+EXERCISES = (
+    Exercise(
+        "work_of_a_token",
+        _cases,
+        hints={
+            "linear": (
+                "Go through one block matrix by matrix: q, k, v, o, then gate, up, down. How many "
+                "numbers does each hold?",
+                "q is hidden_size by n_q * head_dim, and o the other way round; k and v are "
+                "hidden_size by n_kv * head_dim. Each number costs 2 operations per position.",
+                "layer = 2 * length * hidden * (2 * n_q * head_dim + 2 * n_kv * head_dim "
+                "+ 3 * intermediate); the head adds 2 * hidden * vocab, once.",
+            ),
+            "pairs": (
+                "With one token there is one query and one key. What does attention add when "
+                "there are five?",
+                "Query i looks at i + 1 keys: 1 + 2 + ... + length pairs. A pair costs a product "
+                "for the score and one for the value, in every query head.",
+                "pairs = length * (length + 1) // 2, and a layer's attention adds "
+                "4 * pairs * n_q * head_dim.",
+            ),
+        },
+        solution=work_of_a_token,
+        wrong=(
+            _one_operation, _head_everywhere, _all_heads, _square,
+            _two_matrices, _only_the_last, _scores_only,
+        ),
+    ),
+)  # fmt: skip
+
+
+def _draw_work(tokens: int, remember: bool):
+    """A row for each step: what was new in it, and what had been computed before."""
+    done = tokens if remember else tokens * (tokens + 1) // 2
+    fig, ax = figure(
+        height=4.2,
+        xlabel="position in the text",
+        ylabel="token generated",
+        title=f"{tokens} tokens, {done} positions computed",
+    )
+    for step in range(1, tokens + 1):
+        if not remember:
+            ax.barh(step, step - 1, height=0.8, color=COLOURS["oracle"], alpha=0.45)
+        ax.barh(step, 1, left=step - 1, height=0.8, color=COLOURS["engine"])
+    ax.set(xlim=(0, 32), ylim=(32.6, 0.4))
+    ax.grid(False)
+    ax.text(31.5, 2.0, "new", color=COLOURS["ink"], ha="right", va="center")
+    ax.barh(2.0, 1, left=27.2, height=0.8, color=COLOURS["engine"])
+    if not remember:
+        ax.text(31.5, 3.6, "again", color=COLOURS["ink"], ha="right", va="center")
+        ax.barh(3.6, 1, left=27.2, height=0.8, color=COLOURS["oracle"], alpha=0.45)
+    return fig
+
+
+WIDGETS = {
+    "work": lambda: widgets.figure_widget(
+        _draw_work,
+        tokens=widgets.slider(1, 32, 24),
+        remember=widgets.toggle(False, label="remember what was computed"),
+    )
+}

@@ -1,0 +1,135 @@
+"""The words of the course: each with its meaning and the day that defines it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nanoserve.course.exercise import CourseError
+
+
+@dataclass(frozen=True)
+class Term:
+    """A term, in plain words; `day` is the first day that may use it."""
+
+    term: str
+    meaning: str
+    day: int
+
+
+# One entry per term; a line that is indented goes on with the entry above it.
+_BY_DAY = {
+    0: """
+token: A piece of text, a word or a part of one, that the model reads and writes whole.
+token id: The number that stands for a token: its row in the model's table of tokens.
+vocabulary: All the tokens a model knows. SmolLM2's has 49,152.
+parameter: One number that was learned in training and is fixed now. SmolLM2-135M has 135
+    million.
+tensor: An array of numbers with a shape and one type: here a PyTorch tensor.
+dtype: The type of the numbers in a tensor, such as float32.
+float32: A floating-point number in 4 bytes, good for about 7 decimal digits.
+inference: Running a trained model to get an answer, with nothing learned on the way.
+oracle: A trusted answer to compare with. Ours is the transformers library on the same files.
+nanoserve: The inference engine that you build here, and that you can import.
+lands cell: A notebook cell whose code stands word for word in the package.
+""",
+    1: """
+logits: The model's scores for the next token, one for each token of the vocabulary.
+greedy: Taking the token with the highest score, every time.
+prompt: The text a model is given to go on from.
+context: All the tokens that the model sees at a step: the prompt and what it wrote so far.
+prefill: The first forward pass, which reads the whole prompt at once.
+decode: Every later step: one more token is made from all that came before.
+forward pass: One run of token ids through the whole model, up to the logits.
+layer: One of the model's equal stages. SmolLM2-135M has 30 of them.
+activation: A tensor that a model computes on the way, as against the parameters it holds.
+hook: A function that PyTorch calls when a part of a model has run; we use it to copy
+    activations.
+key: What a past token offers to be found by, in attention: a vector in each layer.
+value: What a past token hands over once it is found, in attention.
+attention: The step in which a token looks at the tokens before it and takes from the ones that
+    matter.
+KV cache: The kept keys and values of past tokens, so that they are computed only once. Built on
+    Day 11.
+FLOP: One floating-point operation: an addition or a multiplication.
+latency: The time somebody waits for one result, here for one token.
+throughput: How much gets done in a second, here in tokens per second.
+checkpoint: A folder or file that holds a trained model: its parameters and how to read them.
+""",
+    2: """
+config: The figures that fix a model's shape: how many layers, heads, dimensions and tokens.
+hidden size: The length of the vector that stands for one token inside the model: 576 in
+    SmolLM2.
+head: One of the parts that attention is split into; each looks for something of its own.
+KV head: A head's keys and values. Several query heads can share one.
+GQA: Grouped-query attention: fewer KV heads than query heads. SmolLM2 has 9 query heads and 3
+    KV heads.
+query head: A head's side that asks: it is compared with the keys.
+embedding: The table with one row of numbers per token of the vocabulary.
+tied head: A model whose last matrix is its embedding used again, so that it is stored once.
+state dict: A dictionary from a parameter's name to its tensor.
+safetensors: A file of named tensors that is mapped into memory as it lies, and can run no code.
+GGUF: The one-file format of llama.cpp: configuration, tokens and quantised tensors together.
+bfloat16: A floating-point number in 2 bytes: float32's range with about 3 decimal digits.
+quantisation: Storing numbers in few bits, with some loss, to save memory and the time to read
+    it.
+block scale: The factor that a small run of quantised numbers shares, 32 of them in Q4_1.
+Q4_1: A quantisation with 4 bits per number, and a scale and a minimum for every 32.
+dequantise: To turn quantised numbers back into floating point.
+memory map: Reading a file as if it were memory: a page is loaded when it is first touched.
+RoPE: Rotary position embedding: it turns pairs of a query's or key's numbers by an angle that
+    grows with the position. Built on Day 4.
+permutation: A change of order. GGUF stores the rows of q and k in another order than Hugging
+    Face.
+shard: One of several files that a large checkpoint is cut into.
+""",
+    3: """
+tokenizer: The code and tables that turn text into token ids and back.
+UTF-8: The usual way to write text as bytes: one to four bytes per character.
+code point: The number that Unicode gives to one character.
+byte-level: Working on the bytes of the UTF-8 text, so that no text is ever unknown.
+BPE: Byte-pair encoding: start from bytes, and join the pair that training ranked first, again
+    and again.
+merge: One rule of BPE: these two pieces, side by side, become one.
+pre-tokenizer: The splitter that cuts text into words before any merge; ours isolates every
+    digit.
+special token: A token with a job instead of a text, such as the start of a message.
+BOS: The special token that opens a sequence, for the models that want one.
+EOS: The special token that ends an answer: generation stops there.
+chat template: The recipe, in Jinja, that writes a list of messages as the text the model was
+    trained on.
+detokeniser: The way back from token ids to text. A streaming one holds back half a character
+    until the rest comes.
+streaming: Showing text while it is being made, piece by piece.
+replacement character: The sign � that stands where bytes are no valid text.
+round trip: There and back: encode, then decode, and have the same text.
+""",
+}
+
+
+def _parsed(day: int, text: str) -> list[Term]:
+    entries = text.strip().replace("\n    ", " ").splitlines()
+    return [Term(*entry.split(": ", 1), day) for entry in entries]
+
+
+TERMS: tuple[Term, ...] = tuple(
+    term for day, text in _BY_DAY.items() for term in _parsed(day, text)
+)
+
+
+def lookup(names: tuple[str, ...], day: int) -> list[Term]:
+    """The named terms, in that order, or all that `day` defines.
+
+    CourseError for a term that is unknown or that a later day defines.
+    """
+    if not names:
+        return [term for term in TERMS if term.day == day]
+    known = {term.term.lower(): term for term in TERMS}
+    found = []
+    for name in names:
+        term = known.get(name.lower())
+        if term is None:
+            raise CourseError(f"the glossary has no term {name!r}")
+        if term.day > day:
+            raise CourseError(f"{name!r} is defined on day {term.day}, after day {day}")
+        found.append(term)
+    return found

@@ -1,0 +1,322 @@
+"""Lands cells: the cells of the notebooks that hold the engine's definitions, word for word.
+
+A cell of a percent twin (notebooks/source/dayNN_name.py) whose first line is
+
+    # lands in nanoserve/layers.py
+    # until day 13: lands in nanoserve/layers.py
+
+holds nothing but definitions (and imports they need): functions, classes, constants. The first
+kind is compared with the package. A class may land in pieces, `class Model(Model):` and some
+methods; so a class is compared as its head (decorators, class line, docstring, fields) and method
+by method. The second kind runs and is not compared; the day it names must land its definitions.
+
+Every definition of the engine lands exactly once, or stands in untaught.txt until its day is
+written.
+"""
+
+import ast
+import difflib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+EXEMPT = {"cli.py", "fetch.py", "gguf_file.py", "__init__.py", "__main__.py"}
+
+_MARK = re.compile(r"^# (?:until day (\d+): )?lands in (nanoserve/\S+\.py)\s*$")
+_CELL = re.compile(r"(?m)^(?=# %%)")
+
+
+class LandsError(ValueError):
+    """A lands cell or an engine file that does not read as definitions; says where and why."""
+
+
+@dataclass(frozen=True)
+class Definition:
+    """One thing that lands: a function, a constant, a class's head or one of its methods."""
+
+    name: str  # "rms_norm", "Model" (the head), "Model.forward"
+    text: str
+    first: int  # its lines in the source it was read from, counted from 1, both inclusive
+    last: int
+
+
+@dataclass(frozen=True)
+class LandsCell:
+    """A lands cell of one twin; `start` is the line of the twin that its marker stands on."""
+
+    twin: str
+    number: int
+    start: int
+    target: str
+    until: int | None
+    source: str  # what stands below the marker
+
+    @property
+    def where(self) -> str:
+        return f"{self.twin}, code cell {self.number} (line {self.start})"
+
+    @property
+    def day(self) -> int:
+        return day_number(self.twin)
+
+    def definitions(self) -> dict[str, Definition]:
+        return definitions(self.source, self.where, cell=True)
+
+
+def day_number(name: str) -> int:
+    """7 for "day07_one_block"."""
+    match = re.match(r"day(\d+)_", name)
+    if match is None:
+        raise LandsError(f"{name}: a day's file is called dayNN_name")
+    return int(match[1])
+
+
+def twins(root: Path = ROOT) -> list[Path]:
+    """The percent twins, day 0 first."""
+    return sorted((root / "notebooks/source").glob("day*.py"))
+
+
+# Reading ----------------------------------------------------------------------------------------
+
+
+def definitions(source: str, where: str, *, cell: bool = False) -> dict[str, Definition]:
+    """The definitions of a source text by name, in order.
+
+    In a lands cell (cell=True) anything that is neither a definition nor an import is refused. In
+    a file, other statements are passed over. `class X(X):` gives X's methods without a head.
+    """
+    try:
+        tree = ast.parse(source)
+    except SyntaxError as error:
+        raise LandsError(f"{where}: not Python: {error.msg} in line {error.lineno}") from None
+    found: dict[str, Definition] = {}
+    lines = source.splitlines()
+
+    def add(name: str, first: int, last: int) -> None:
+        while name in found:  # a property's setter follows its getter under the same name
+            name += "'"
+        found[name] = Definition(name, "\n".join(lines[first - 1 : last]), first, last)
+
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            head, methods = _class_parts(node, lines, where)
+            if not _is_piece(node):
+                add(node.name, *head)
+            for name, first, last in methods:
+                add(f"{node.name}.{name}", first, last)
+            continue
+        names = dict.fromkeys(_names(node))
+        for name in names:
+            add(name, _first_line(node), node.end_lineno)
+        if cell and not names and not isinstance(node, ast.Import | ast.ImportFrom):
+            raise LandsError(f"{where}: this is no definition: {lines[node.lineno - 1]}")
+    return found
+
+
+def _names(node: ast.stmt) -> Iterator[str]:
+    """The names a top-level statement defines; an `if` or `try` is the text of each name in it."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        yield node.name
+    elif isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
+        for name in ast.walk(node):
+            if (
+                isinstance(name, ast.Name)
+                and isinstance(name.ctx, ast.Store)
+                and name.id != "__all__"
+            ):
+                yield name.id
+    elif isinstance(node, ast.Try) or (
+        isinstance(node, ast.If) and "TYPE_CHECKING" not in ast.unparse(node.test)
+    ):
+        handlers = [handler.body for handler in getattr(node, "handlers", [])]
+        for body in [node.body, *handlers, node.orelse]:
+            for child in body:
+                yield from _names(child)
+
+
+def _class_parts(
+    node: ast.ClassDef, lines: list[str], where: str
+) -> tuple[tuple[int, int], list[tuple[str, int, int]]]:
+    """The lines of a class's head, and (name, first, last) of each method."""
+    methods, head_last = [], 0
+    for child in node.body:
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            methods.append((child.name, _first_line(child), child.end_lineno))
+        elif _is_piece(node) and not isinstance(child, ast.Pass):
+            raise LandsError(f"{where}: class {node.name}({node.name}) may hold methods only")
+        elif methods:
+            raise LandsError(f"{where}: {node.name} has fields below a method; move them above it")
+        else:
+            head_last = child.end_lineno
+    if not head_last:  # nothing above the first method; the class line itself may span lines
+        head_last = methods[0][1] - 1
+        while not lines[head_last - 1].strip() or lines[head_last - 1].lstrip().startswith("#"):
+            head_last -= 1
+    return (_first_line(node), head_last), methods
+
+
+def _is_piece(node: ast.ClassDef) -> bool:
+    return [base.id for base in node.bases if isinstance(base, ast.Name)] == [node.name]
+
+
+def _first_line(node: ast.stmt) -> int:
+    return min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))])
+
+
+def lands_cells(twin_text: str, twin: str) -> list[LandsCell]:
+    """The lands cells of one twin's text; `twin` is its stem, "day04_rmsnorm_and_rope"."""
+    return [cell for cell, _ in _split(twin_text, twin) if cell is not None]
+
+
+def _split(twin_text: str, twin: str) -> Iterator[tuple[LandsCell | None, str]]:
+    """The twin's cells as they stand, each with its LandsCell if it is one."""
+    line, number = 1, 0
+    for chunk in _CELL.split(twin_text):
+        head, _, body = chunk.partition("\n")
+        is_code = head.startswith("# %%") and not re.search(r"\[(markdown|md|raw)\]", head)
+        number += is_code
+        mark = _MARK.match(body.partition("\n")[0]) if is_code else None
+        until = int(mark[1]) if mark and mark[1] else None
+        source = body.partition("\n")[2].rstrip()
+        yield (LandsCell(twin, number, line + 1, mark[2], until, source) if mark else None), chunk
+        line += chunk.count("\n")
+
+
+# Comparing --------------------------------------------------------------------------------------
+
+
+@dataclass
+class Ledger:
+    """What the engine defines, what the days land, and what is wrong between the two."""
+
+    root: Path
+    engine: dict[str, dict[str, Definition]] = field(default_factory=dict)
+    landed: dict[tuple[str, str], list[LandsCell]] = field(default_factory=dict)
+    cells: list[LandsCell] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+def problems(root: Path = ROOT) -> list[str]:
+    """Everything wrong with the lands cells under `root`; empty when all is in step."""
+    ledger = Ledger(root)
+    for steps in (_read_engine, _read_twins, _compare, _check_promises, _check_coverage):
+        try:
+            steps(ledger)
+        except LandsError as error:
+            ledger.problems.append(str(error))
+    return ledger.problems
+
+
+def _read_engine(ledger: Ledger) -> None:
+    for path in sorted((ledger.root / "nanoserve").rglob("*.py")):
+        name = path.relative_to(ledger.root).as_posix()
+        if path.name not in EXEMPT and not name.startswith("nanoserve/course/"):
+            ledger.engine[name] = definitions(path.read_text(encoding="utf-8"), name)
+
+
+def _read_twins(ledger: Ledger) -> None:
+    for path in twins(ledger.root):
+        ledger.cells += lands_cells(path.read_text(encoding="utf-8"), path.stem)
+    for cell in ledger.cells:
+        if cell.until is None:
+            for name in cell.definitions():
+                ledger.landed.setdefault((cell.target, name), []).append(cell)
+
+
+def _compare(ledger: Ledger) -> None:
+    for (target, name), cells in ledger.landed.items():
+        package = ledger.engine.get(target, {}).get(name)
+        if package is None:
+            ledger.problems.append(f"{cells[0].where}: {target} has no {name}")
+            continue
+        if len(cells) > 1:
+            ledger.problems.append(
+                f"{target}: {name} lands twice: {' and '.join(cell.where for cell in cells)}"
+            )
+        for cell in cells:
+            if (text := cell.definitions()[name].text) != package.text:
+                diff = difflib.unified_diff(
+                    text.splitlines(), package.text.splitlines(), "cell", "package", "", "", 1
+                )
+                short = "\n    ".join(list(diff)[2:14])
+                ledger.problems.append(
+                    f"{cell.where}: {name} differs from {target} (`make sync`):\n    {short}"
+                )
+
+
+def _check_promises(ledger: Ledger) -> None:
+    """An `until day N` cell needs a later day N that lands the same names."""
+    for cell in ledger.cells:
+        if cell.until is None:
+            continue
+        if cell.until <= cell.day:
+            ledger.problems.append(
+                f"{cell.where}: until day {cell.until} is not later than its own day"
+            )
+        for name in cell.definitions():
+            if all(other.day != cell.until for other in ledger.landed.get((cell.target, name), [])):
+                ledger.problems.append(
+                    f"{cell.where}: day {cell.until} lands no {name} in {cell.target}"
+                )
+
+
+def _check_coverage(ledger: Ledger) -> None:
+    """Each definition lands, or is listed in untaught.txt, and never both."""
+    untaught = _read_untaught(ledger)
+    for target, found in ledger.engine.items():
+        for name in found:
+            listed = (target, name) in untaught
+            if listed and (target, name) in ledger.landed:
+                where = ledger.landed[target, name][0].where
+                ledger.problems.append(
+                    f"untaught.txt: {target}: {name} lands in {where}; take it off the list"
+                )
+            if not listed and (target, name) not in ledger.landed:
+                ledger.problems.append(f"{target}: {name} lands in no notebook")
+
+
+def _read_untaught(ledger: Ledger) -> set[tuple[str, str]]:
+    """The (file, name) pairs of untaught.txt; a class's name stands for all its parts."""
+    path = ledger.root / "nanoserve/course/untaught.txt"
+    listed = set()
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        entry = line.partition("#")[0].strip()
+        if not entry:
+            continue
+        target, _, name = (part.strip() for part in entry.partition(":"))
+        parts = [n for n in ledger.engine.get(target, {}) if n == name or n.startswith(f"{name}.")]
+        if not parts:
+            ledger.problems.append(
+                f"untaught.txt: {target} has no {name}; take the line off the list"
+            )
+        listed |= {(target, part) for part in parts}
+    return listed
+
+
+# Rewriting --------------------------------------------------------------------------------------
+
+
+def rewrite(twin_text: str, twin: str, root: Path = ROOT) -> str:
+    """The twin's text with the package's words in its lands cells; `until day` cells stay."""
+    out = []
+    for cell, chunk in _split(twin_text, twin):
+        out.append(
+            chunk if cell is None or cell.until is not None else _rewrite_cell(cell, chunk, root)
+        )
+    return "".join(out)
+
+
+def _rewrite_cell(cell: LandsCell, chunk: str, root: Path) -> str:
+    path = root / cell.target
+    if not path.exists():
+        raise LandsError(f"{cell.where}: there is no {cell.target}")
+    package = definitions(path.read_text(encoding="utf-8"), cell.target)
+    lines = cell.source.splitlines()
+    spans = {(found.first, found.last): found for found in cell.definitions().values()}
+    for (first, last), found in sorted(spans.items(), reverse=True):
+        if found.name in package:
+            lines[first - 1 : last] = package[found.name].text.splitlines()
+    body = "\n".join(lines)
+    return chunk.replace(cell.source, body, 1) if cell.source else chunk

@@ -1,0 +1,94 @@
+"""Publishing: the set-up cell every notebook begins with, and the stamps of `make publish`.
+
+    python -m nanoserve.course.publish OWNER/NAME
+
+writes the GitHub repository into every set-up cell and an "Open in Colab" badge under every
+notebook's title, in the twins and the notebooks. Run again with another name, it replaces both.
+"""
+
+import re
+import sys
+from pathlib import Path
+
+from nanoserve.course.lands import ROOT, twins
+
+SETUP_CELL = """\
+# Set-up: installs nanoserve where it is missing (as on Colab). In your own clone it does nothing.
+import importlib.util, subprocess, sys
+from pathlib import Path
+
+REPOSITORY = ""  # on GitHub, OWNER/NAME
+if importlib.util.find_spec("nanoserve") is None:
+    wheels = sorted(Path.cwd().glob("nanoserve-*.whl"), key=lambda wheel: wheel.stat().st_mtime)
+    source = f"https://github.com/{REPOSITORY}/archive/refs/heads/main.zip" if REPOSITORY else None
+    source = wheels[-1].as_uri() if wheels else source
+    if source is None:
+        raise ModuleNotFoundError("put a nanoserve-*.whl beside this notebook, then run again")
+    print("Installing nanoserve, which takes a minute or two, from", source)
+    pip = [sys.executable, "-m", "pip", "install", "-q", f"nanoserve[notebook] @ {source}"]
+    done = subprocess.run(pip, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    print(done.stdout)
+    if done.returncode:
+        raise RuntimeError("pip could not install nanoserve; its reason stands above.")
+    importlib.invalidate_caches()
+"""
+
+_REPOSITORY = re.compile(r'(?m)^REPOSITORY = "(.*?)"')
+_BADGE = re.compile(r"(?m)^#\n# \[!\[Open in Colab\].*\n")
+
+
+def is_setup(source: str) -> bool:
+    """Whether a cell's source is a set-up cell, of whatever version."""
+    return source.startswith("# Set-up:")
+
+
+def stamped(root: Path = ROOT) -> str:
+    """The repository the twins are stamped with; "" before the first `make publish`."""
+    for twin in twins(root):
+        for match in _REPOSITORY.finditer(twin.read_text(encoding="utf-8")):
+            if match[1]:
+                return match[1]
+    return ""
+
+
+def setup_cell(repository: str) -> str:
+    """The set-up cell's text, stamped."""
+    return _REPOSITORY.sub(f'REPOSITORY = "{repository}"', SETUP_CELL)
+
+
+def stamp(twin_text: str, twin: str, repository: str) -> str:
+    """The twin with the current set-up cell and, once there is a repository, its badge."""
+    cells = re.split(r"(?m)^(?=# %%)", _BADGE.sub("", twin_text))
+    for i, cell in enumerate(cells):
+        head, _, body = cell.partition("\n")
+        if is_setup(body):
+            cells[i] = f"{head}\n{setup_cell(repository)}\n"
+    text = "".join(cells)
+    return re.sub(r"(?m)^# # .*\n", lambda m: m[0] + _badge(twin, repository), text, count=1)
+
+
+def _badge(twin: str, repository: str) -> str:
+    if not repository:
+        return ""
+    colab = "https://colab.research.google.com"
+    notebook = f"{colab}/github/{repository}/blob/main/notebooks/{twin}.ipynb"
+    return f"#\n# [![Open in Colab]({colab}/assets/colab-badge.svg)]({notebook})\n"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    name = arguments[0] if len(arguments) == 1 else ""
+    if not re.fullmatch(r"[A-Za-z0-9](?:[A-Za-z0-9-]*[A-Za-z0-9])?/[A-Za-z0-9._-]+", name):
+        print(f"REPO is OWNER/NAME, as in: make publish REPO=ada/nanoserve (got {name!r})")
+        return 2
+    from nanoserve.course import sync
+
+    for twin in twins():
+        text = twin.read_text(encoding="utf-8")
+        twin.write_text(stamp(text, twin.stem, name), encoding="utf-8")
+    print(f"stamped {len(twins())} notebooks with {name}")
+    return sync.main([])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

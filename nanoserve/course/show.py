@@ -1,0 +1,71 @@
+"""Showing things: one mimebundle in a notebook, plain text in a terminal."""
+
+from __future__ import annotations
+
+import base64
+import html
+import re
+import struct
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+STYLE = (
+    "border-collapse:collapse;margin:0.4em 0;font-size:0.95em;color:inherit;background:transparent"
+)
+CELL = (
+    "text-align:left;vertical-align:top;padding:0.3em 0.8em 0.3em 0;border:0;"
+    "border-top:1px solid rgba(127,127,127,0.35);color:inherit;background:transparent;"
+    "white-space:normal;max-width:32em;overflow-wrap:anywhere"
+)
+GOOD, BAD, QUIET = "#009E73", "#D55E00", "opacity:0.7"
+
+
+def show(plain: str, html: str | None = None, png: bytes | None = None, **more: Any) -> None:
+    """Display the forms in one output of a notebook; outside of one, print the plain text."""
+    if not in_notebook():
+        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+        print(plain.encode(encoding, "replace").decode(encoding))
+        return
+    from IPython.display import display
+
+    data, metadata = {"text/plain": plain, **more}, {}
+    if html is not None:
+        data["text/html"] = html
+    if png is not None:
+        data["image/png"] = base64.b64encode(png).decode()
+        metadata = {"image/png": {"width": min(840, struct.unpack(">I", png[16:20])[0])}}
+    display(data, metadata=metadata, raw=True)
+
+
+def in_notebook() -> bool:
+    """Whether this runs in an IPython kernel, which can show more than text."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython else None
+    return shell is not None and hasattr(shell, "kernel")
+
+
+def text_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Columns separated by two spaces; the last one is not padded."""
+    lines = [list(head), *[list(row) for row in rows]]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+    lines.insert(1, ["-" * width for width in [*widths[:-1], min(widths[-1], 40)]])
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    )
+
+
+def html_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table that takes its colours from the page; cells are HTML already."""
+    titles = "".join(f'<th style="{CELL};border-top:0;{QUIET}">{cell}</th>' for cell in head)
+    body = "".join(
+        "<tr>" + "".join(f'<td style="{CELL}">{cell}</td>' for cell in row) + "</tr>"
+        for row in rows
+    )
+    return f'<table style="{STYLE}"><thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table>'
+
+
+def escaped(text: str) -> str:
+    """HTML of plain text, with `code` in backticks set as code."""
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(text, quote=False))

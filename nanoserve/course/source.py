@@ -1,0 +1,220 @@
+"""The source of an answer, with all that it uses, as a module that stands on its own."""
+
+from __future__ import annotations
+import __future__
+
+import ast
+import importlib
+import inspect
+import linecache
+import symtable
+import textwrap
+from collections.abc import Callable, Iterator
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+
+class CannotSave(Exception):
+    """An answer whose source cannot be written down; the message says why."""
+
+
+def module_source(answer: Callable) -> str:
+    """Source of a module that defines `answer` and what it needs from the notebook.
+
+    Helper functions and classes of the notebook, imports and simple constants come along.
+    Raises CannotSave where the source is not found, or a value cannot be written down.
+    """
+    function = _function(answer)
+    parts = _Parts(function.__globals__ if function else {})
+    parts.add_definition(answer.__name__, answer)
+    imports = sorted(parts.imports, key=lambda line: (line.startswith("from"), line))
+    future = ["from __future__ import annotations"] if parts.future else []
+    head = "".join(f"{line}\n" for line in [*future, *imports])
+    return "\n\n".join([head, *parts.pieces] if head else parts.pieces)
+
+
+def source_of(thing: Callable) -> str:
+    """The text of a function or class, also of one defined in a notebook's cell."""
+    name, code = getattr(thing, "__name__", ""), _code(thing)
+    if not name.isidentifier():
+        raise CannotSave("it has no name: write it with `def`")
+    for file in [code.co_filename] if code else _cells():
+        tree, lines = _parsed("".join(linecache.getlines(file)))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name:
+                first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+                last = node.end_lineno or first
+                if code is None or first <= code.co_firstlineno <= last:
+                    return textwrap.dedent("".join(lines[first - 1 : last])).rstrip() + "\n"
+    raise CannotSave(f"the source of `{name}` cannot be found: run the cell that defines it again")
+
+
+def same_source(one: Callable, other: Callable, method: str | None = None) -> bool:
+    """Whether two definitions, or this method of two classes, are written word for word alike."""
+    if one is other:
+        return True
+    try:
+        return source_of(_member(one, method)) == source_of(_member(other, method))
+    except CannotSave:
+        return False
+
+
+def _cells() -> list[str]:
+    """The cells of this session, latest first: where a class without methods is looked for."""
+    return [
+        file
+        for file, entry in reversed(linecache.cache.items())
+        if len(entry) == 4 and entry[1] is None
+    ]
+
+
+class _Parts:
+    def __init__(self, scope: dict[str, Any]) -> None:
+        self.scope, self.future = scope, False
+        self.imports: set[str] = set()
+        self.pieces: list[str] = []
+        self.done: set[str] = set()
+
+    def add(self, name: str, value: Any) -> None:
+        """Bring the definition of `name`, once, after the definitions it needs."""
+        if name in self.done:
+            return
+        self.done.add(name)
+        line = _import_line(name, value)
+        if line:
+            self.imports.add(line)
+        elif isinstance(value, type) or isinstance(inspect.unwrap(value), FunctionType):
+            self.add_definition(name, value)
+        else:
+            self.pieces.append(f"{name} = {_constant(name, value)}\n")
+            if "torch." in self.pieces[-1]:
+                self.imports.add("import torch")
+
+    def add_definition(self, name: str, value: Any) -> None:
+        self.done.add(name)
+        if value.__name__ == "<lambda>":
+            raise CannotSave(f"`{name}` is a lambda: write it with `def`")
+        if value.__name__ != name:
+            raise CannotSave(f"`{name}` is another name for `{value.__name__}`: use one name")
+        if value.__qualname__ != name:
+            raise CannotSave(f"`{name}` is defined inside something else: move it to the top level")
+        text, function = source_of(value), _function(value)
+        if function:
+            self._examine(function)
+        for needed in sorted(_global_names(text)):
+            if needed == name:
+                self._add_own_base(name, value)
+            elif needed in self.scope and not needed.startswith("__"):
+                self.add(needed, self.scope[needed])
+        self.pieces.append(text)
+
+    def _examine(self, function: FunctionType) -> None:
+        self.future |= bool(function.__code__.co_flags & __future__.annotations.compiler_flag)
+        inner = set(function.__code__.co_freevars) - {"__class__"}
+        if inner:
+            names = ", ".join(f"`{name}`" for name in sorted(inner))
+            raise CannotSave(f"it uses {names} of an enclosing function")
+
+    def _add_own_base(self, name: str, value: Any) -> None:
+        """`class Cache(Cache):` needs the class it grew from, wherever that can be imported."""
+        for base in getattr(value, "__mro__", ())[1:]:
+            line = _import_line(name, base) if base.__name__ == name else None
+            if line:
+                self.imports.add(line)
+                return
+
+
+def _import_line(name: str, value: Any) -> str | None:
+    if isinstance(value, ModuleType):
+        if value.__name__ == "__main__":
+            raise CannotSave(f"`{name}` is the notebook itself")
+        plain = value.__name__ == name
+        return f"import {name}" if plain else f"import {value.__name__} as {name}"
+    module, own = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+    own = own or getattr(value, "__name__", None)
+    if not module or not own or module == "__main__" or "." in own or "<" in own:
+        return None
+    try:
+        found = getattr(importlib.import_module(module), own, None)
+    except ImportError:
+        return None
+    if found is not value:
+        return None
+    return f"from {module} import {own}" + ("" if own == name else f" as {name}")
+
+
+def _constant(name: str, value: Any) -> str:
+    text = repr(value)
+    if type(value).__module__ == "torch" and type(value).__name__ in ("dtype", "device"):
+        return text if text.startswith("torch.") else f"torch.{text}"
+    if text in ("inf", "-inf", "nan"):
+        return f"float('{text}')"
+    try:
+        if len(text) <= 20_000 and ast.literal_eval(text) == value:
+            return text
+    except (ValueError, SyntaxError, TypeError, RuntimeError, RecursionError):
+        pass
+    raise CannotSave(
+        f"it uses `{name}`, a {type(value).__name__} of this notebook: pass it in as an argument"
+    )
+
+
+def _code(thing: Any) -> CodeType | None:
+    function = _function(thing)
+    return function.__code__ if function else None
+
+
+def _function(thing: Any) -> FunctionType | None:
+    """The function itself, or a method that a class's own source defines, if there is one."""
+    if not isinstance(thing, type):
+        inner = inspect.unwrap(thing) if callable(thing) else thing
+        return inner if isinstance(inner, FunctionType) else None
+    for member in vars(thing).values():
+        plain = getattr(member, "__func__", None) or getattr(member, "fget", None) or member
+        inner = inspect.unwrap(plain) if callable(plain) else None
+        if not isinstance(inner, FunctionType):
+            continue
+        own = inner.__qualname__.startswith(f"{thing.__qualname__}.")
+        if own and linecache.getlines(inner.__code__.co_filename):
+            return inner
+    return None
+
+
+def _global_names(text: str) -> set[str]:
+    """Names that a definition takes from outside: in bodies, defaults, annotations, decorators."""
+    table = symtable.symtable(text, "<answer>", "exec")
+    defined = {child.get_name() for child in table.get_children()}
+    names = set()
+    for scope in _scopes(table):
+        for symbol in scope.get_symbols():
+            if scope is table:
+                outside = symbol.is_referenced() or symbol.get_name() not in defined
+            else:
+                outside = symbol.is_global() and symbol.is_referenced()
+            if outside:
+                names.add(symbol.get_name())
+    return names
+
+
+def _scopes(table: symtable.SymbolTable) -> Iterator[symtable.SymbolTable]:
+    yield table
+    for child in table.get_children():
+        yield from _scopes(child)
+
+
+def _parsed(text: str) -> tuple[ast.Module, list[str]]:
+    """The tree and lines of a cell; lines that only IPython understands count as empty."""
+    lines = text.splitlines(keepends=True)
+    try:
+        return ast.parse(text), lines
+    except SyntaxError:
+        plain = ["pass\n" if line.startswith(("%", "!")) else line for line in lines]
+        plain = ["pass\n" if line.rstrip().endswith("?") else line for line in plain]
+        try:
+            return ast.parse("".join(plain)), lines
+        except SyntaxError:
+            return ast.Module(body=[], type_ignores=[]), lines
+
+
+def _member(thing: Any, method: str | None) -> Any:
+    return vars(thing).get(method, thing) if method and isinstance(thing, type) else thing

@@ -1,0 +1,302 @@
+"""Keeps twins, lands cells and notebooks in step: `make sync`.
+
+    python -m nanoserve.course.sync [dayNN ...] [--check] [--all]
+
+For each percent twin: the package's words go into its lands cells, the notebook beside it is made
+from the twin, run from top to bottom if any code changed (with --all in any case), and its outputs
+are normalised, so that they say the same on every machine. --check changes nothing, lists what
+differs and exits 1.
+"""
+
+import argparse
+import difflib
+import getpass
+import hashlib
+import os
+import platform
+import re
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import jupytext
+import nbformat
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
+from nbformat import NotebookNode
+
+from nanoserve.course import lands, publish
+from nanoserve.course.lands import ROOT, twins
+
+LIMIT_BYTES = 400_000
+CELL_SECONDS = 300
+METADATA = {
+    "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+    "language_info": {"name": "python"},
+}
+WIDGET = "application/vnd.jupyter.widget-view+json"
+_PERSONAL = re.compile(
+    r"(?<![\w.])(?:/(?:home|root|Users|tmp|work|mnt|opt|var|private|usr)/|[A-Z]:\\)\w[^\s'\"<]*"
+)
+_ADDRESS = re.compile(r"\bat 0x[0-9A-Fa-f]{6,}")
+
+
+class SyncError(ValueError):
+    """A notebook that may not be published as it is; the message names notebook and cell."""
+
+
+def notebook_of(twin: Path) -> Path:
+    """notebooks/dayNN_name.ipynb for notebooks/source/dayNN_name.py."""
+    return twin.parents[1] / f"{twin.stem}.ipynb"
+
+
+def in_step(twin: Path, root: Path = ROOT) -> str:
+    """The twin's text as it should be: lands cells and set-up cell as the package has them."""
+    text = twin.read_text(encoding="utf-8")
+    return lands.rewrite(publish.stamp(text, twin.stem, publish.stamped(root)), twin.stem, root)
+
+
+def build(twin_text: str, old: NotebookNode | None) -> NotebookNode:
+    """The notebook a twin makes; cells that are as in `old` keep their id and their outputs."""
+    new = jupytext.reads(twin_text, fmt="py:percent")
+    new.nbformat, new.nbformat_minor = 4, 5
+    for cell in new.cells:
+        if cell.metadata.get("jupyter", {}).get("source_hidden"):  # what Lab folds by
+            cell.metadata["cellView"] = "form"  # what Colab folds by
+    for cell in new.cells:
+        cell["id"] = hashlib.sha256(cell.source.encode()).hexdigest()[:8]
+    old_cells = old.cells if old else []
+    matcher = difflib.SequenceMatcher(None, _keys(old_cells), _keys(new.cells), autojunk=False)
+    for kind, i1, i2, j1, j2 in matcher.get_opcodes():
+        for before, after in zip(old_cells[i1:i2], new.cells[j1:j2], strict=False):
+            if before.cell_type == after.cell_type:
+                after["id"] = before.id
+            if kind == "equal" and after.cell_type == "code":
+                after.outputs, after.execution_count = before.outputs, before.execution_count
+    _make_unique(new.cells)
+    return new
+
+
+def _make_unique(cells: list[NotebookNode]) -> None:
+    """Cell ids may not repeat; of two equal ones the later gets a number."""
+    seen: set[str] = set()
+    for cell in cells:
+        start, number = cell.id, 1
+        while cell.id in seen:
+            number += 1
+            cell["id"] = f"{start}-{number}"
+        seen.add(cell.id)
+
+
+def _keys(cells: list[NotebookNode]) -> list[tuple[str, str]]:
+    """What makes two cells the same; a set-up cell is itself under any stamp."""
+    return [
+        (cell.cell_type, "set-up" if publish.is_setup(cell.source) else cell.source)
+        for cell in cells
+    ]
+
+
+def code_changed(new: NotebookNode, old: NotebookNode | None) -> bool:
+    """Whether a notebook has to run: its code differs from the old one's, or was never run."""
+    code = [key for key in _keys(new.cells) if key[0] == "code"]
+    return (
+        old is None
+        or code != [key for key in _keys(old.cells) if key[0] == "code"]
+        or any(cell.execution_count is None for cell in new.cells if cell.cell_type == "code")
+    )
+
+
+def execute(notebook: NotebookNode, name: str, folder: Path) -> None:
+    """Run every cell in a kernel that sees no learner's work; SyncError where a cell fails."""
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs, cell.execution_count = [], None
+    client = NotebookClient(
+        notebook,
+        timeout=CELL_SECONDS,
+        kernel_name="python3",
+        record_timing=False,
+        store_widget_state=False,
+        resources={"metadata": {"path": str(folder)}},
+    )
+    with tempfile.TemporaryDirectory() as work:
+        try:
+            client.execute(env={**os.environ, "NANOSERVE_WORK": work})
+        except CellExecutionError as error:
+            raise SyncError(f"{name}: a cell fails:\n{error}") from None
+        except (CellTimeoutError, DeadKernelError) as error:
+            raise SyncError(f"{name}: {str(error).strip().splitlines()[0]}") from None
+
+
+# Normalising -------------------------------------------------------------------------------------
+
+
+def normalise(notebook: NotebookNode, name: str) -> None:
+    """Make outputs say the same on every machine, in place; SyncError for what may not stay."""
+    notebook.metadata = nbformat.from_dict(METADATA)
+    number = 0
+    for cell in notebook.cells:
+        cell.metadata.pop("execution", None)
+        if cell.cell_type != "code":
+            continue
+        number += 1
+        cell.execution_count = number
+        where = f"{name}, code cell {number}"
+        ignored = "NBVAL_IGNORE_OUTPUT" in cell.source
+        cell.outputs = [_normal(out, number) for out in _merged(cell.outputs, where, ignored)]
+        for output in cell.outputs:
+            _refuse_personal(output, where)
+    size = len(nbformat.writes(notebook).encode())
+    if size > LIMIT_BYTES:
+        raise SyncError(f"{name}: {size:,} bytes; a notebook may have {LIMIT_BYTES:,}")
+
+
+def _merged(outputs: list[NotebookNode], where: str, ignored: bool) -> list[NotebookNode]:
+    """Outputs with neighbouring stdout fragments in one; errors and stderr are refused."""
+    merged: list[NotebookNode] = []
+    for output in outputs:
+        if output.output_type == "error":
+            raise SyncError(f"{where}: stores an error: {output.ename}: {output.evalue}")
+        if output.get("name") == "stderr":
+            if ignored:
+                continue
+            raise SyncError(f"{where}: writes to stderr: {output.text.strip()[:200]}")
+        if merged and output.output_type == merged[-1].output_type == "stream":
+            merged[-1].text += output.text
+        else:
+            merged.append(output)
+    return merged
+
+
+def _normal(output: NotebookNode, number: int) -> NotebookNode:
+    if "data" in output:
+        output.data.pop(WIDGET, None)
+        output.metadata.pop(WIDGET, None)
+    if output.output_type == "execute_result":
+        output.execution_count = number
+    return output
+
+
+def _refuse_personal(output: NotebookNode, where: str) -> None:
+    """No path, address, host or user name may stand in an output's text."""
+    data = output.get("data", {"text/plain": output.get("text", "")})
+    for kind, value in data.items():
+        if kind.startswith("image/") and kind != "image/svg+xml":
+            continue
+        text = str(value)
+        if found := _PERSONAL.search(text) or _ADDRESS.search(text):
+            raise SyncError(f"{where}: stores {found[0]!r}, which differs by machine")
+        for personal in _names_of_this_machine():
+            if re.search(rf"(?<!\w){re.escape(personal)}(?!\w)", text):
+                raise SyncError(f"{where}: stores {personal!r}, a name of this machine")
+
+
+def _names_of_this_machine() -> list[str]:
+    """Host and user where they cannot be mistaken for a word, and this machine's folders."""
+    user = getpass.getuser()
+    names = [platform.node(), user if user not in {"root", "user", "runner"} else ""]
+    names = [name for name in names if len(name) > 3 and not name.isalpha()]
+    folders = [str(Path.home()), str(ROOT), sys.prefix]
+    return names + [folder for folder in folders if len(folder) > 3]
+
+
+# The command -------------------------------------------------------------------------------------
+
+
+def _read(path: Path) -> NotebookNode | None:
+    return nbformat.read(path, as_version=4) if path.exists() else None
+
+
+def _text(notebook: NotebookNode) -> str:
+    return nbformat.writes(notebook) + "\n"
+
+
+def problems(root: Path = ROOT, only: tuple[str, ...] = ()) -> list[str]:
+    """What `--check` lists: everything that is out of step; empty when nothing is."""
+    found = lands.problems(root)
+    known = {notebook_of(twin) for twin in twins(root)}
+    for stray in sorted(set((root / "notebooks").glob("day*.ipynb")) - known):
+        found.append(f"{stray.name} has no twin under notebooks/source")
+    for twin in _selected(root, only):
+        try:
+            if in_step(twin, root) != twin.read_text(encoding="utf-8"):
+                found.append(f"{twin.stem}: its lands or set-up cells are not as in the package")
+            path = notebook_of(twin)
+            old = _read(path)
+            if old is None:
+                found.append(f"{twin.stem}: has no notebook yet")
+                continue
+            new = build(twin.read_text(encoding="utf-8"), old)
+            if code_changed(new, old):
+                found.append(f"{twin.stem}: its code changed since the notebook ran")
+                continue
+            normalise(new, twin.stem)
+            if _text(new) != path.read_text(encoding="utf-8"):
+                found.append(f"{twin.stem}: twin and notebook differ")
+        except (SyncError, lands.LandsError) as error:
+            found.append(str(error))
+    return found
+
+
+def sync(twin: Path, root: Path = ROOT, *, rerun: bool = False) -> str:
+    """Bring one twin and its notebook into step; returns what was done, in a few words."""
+    text = in_step(twin, root)
+    rewritten = text != twin.read_text(encoding="utf-8")
+    if rewritten:
+        twin.write_text(text, encoding="utf-8")
+    path = notebook_of(twin)
+    old = _read(path)
+    new = build(text, old)
+    start = time.monotonic()
+    ran = rerun or code_changed(new, old)
+    if ran:
+        execute(new, twin.stem, path.parent)
+    normalise(new, twin.stem)
+    if path.exists() and path.read_text(encoding="utf-8") == _text(new):
+        done = "unchanged"
+    else:
+        path.write_text(_text(new), encoding="utf-8")
+        done = "written"
+    ran_for = f", ran in {time.monotonic() - start:.1f} s" if ran else ""
+    return f"{done}{ran_for}{', twin rewritten' if rewritten else ''}"
+
+
+def _selected(root: Path, only: tuple[str, ...]) -> list[Path]:
+    """The twins whose names begin with one of `only` (all of them without); unknown is an error."""
+    for start in only:
+        if not any(twin.stem.startswith(start) for twin in twins(root)):
+            raise SyncError(f"no twin begins with {start!r}")
+    return [twin for twin in twins(root) if not only or twin.stem.startswith(only)]
+
+
+def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
+    parser = argparse.ArgumentParser(prog="sync", description="Keep twins and notebooks in step.")
+    parser.add_argument("days", nargs="*", help="day02 or so; all of them without")
+    parser.add_argument("--check", action="store_true", help="change nothing, list what differs")
+    parser.add_argument("--all", action="store_true", help="run unchanged notebooks too")
+    options = parser.parse_args(arguments)
+    only = tuple(options.days)
+    try:
+        if options.check:
+            found = problems(root, only)
+            print("\n".join(found) or f"{len(_selected(root, only))} notebooks are in step")
+            return 1 if found else 0
+        failed = False
+        for twin in _selected(root, only):
+            print(f"{twin.stem}: ", end="", flush=True)
+            try:
+                print(sync(twin, root, rerun=options.all))
+            except (SyncError, lands.LandsError) as error:
+                failed = True
+                print(f"not synced. {error}")
+    except SyncError as error:
+        print(error)
+        return 2
+    left = lands.problems(root)
+    print("\n".join(left), end="\n" if left else "")
+    return 1 if failed or left else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,150 @@
+"""One mechanism for all widgets: a drawing function, and controls that redraw it.
+
+A day names its widgets in exercises/dayNN.py: `WIDGETS = {"work": make}`, where `make(**options)`
+returns `figure_widget(draw, tokens=slider(1, 64, 8))`, and a notebook shows `today.widget("work")`.
+"""
+
+from __future__ import annotations
+
+import html
+import io
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from nanoserve.course.curriculum import PHASES
+from nanoserve.course.guard import message_of
+from nanoserve.course.show import BAD, GOOD, QUIET, in_notebook, show, text_table
+from nanoserve.course.store import DayStatus
+
+DPI = 110
+
+
+class Control:
+    """A control that needs no ipywidgets until it is shown: its kind, first value and options."""
+
+    def __init__(self, kind: str, value: Any, **options: Any) -> None:
+        self.kind, self.value, self.options = kind, value, options
+
+    def build(self, name: str) -> Any:
+        """The ipywidget, labelled with `name` unless a label was given."""
+        import ipywidgets
+
+        options = dict(self.options)
+        options["description"] = options.pop("label", None) or name.replace("_", " ")
+        options["style"] = {"description_width": "initial"}
+        if self.kind in ("IntSlider", "FloatSlider", "Text"):
+            options["continuous_update"] = False
+        return getattr(ipywidgets, self.kind)(value=self.value, **options)
+
+
+def slider(low: float, high: float, value: float, step: float = 1, label: str = "") -> Control:
+    whole = all(isinstance(number, int) for number in (low, high, value, step))
+    kind = "IntSlider" if whole else "FloatSlider"
+    return Control(kind, value, min=low, max=high, step=step, label=label)
+
+
+def choice(options: Sequence[Any], value: Any = None, label: str = "") -> Control:
+    first = options[0] if value is None else value
+    return Control("Dropdown", first, options=list(options), label=label)
+
+
+def text(value: str, label: str = "") -> Control:
+    return Control("Text", value, label=label)
+
+
+def toggle(value: bool = False, label: str = "") -> Control:
+    return Control("Checkbox", value, label=label)
+
+
+def figure_widget(draw: Callable[..., Any], **controls: Any) -> FigureWidget:
+    """A drawing that follows its controls: draw(**values) returns a matplotlib Figure.
+
+    Controls are slider, choice, text and toggle of this module, or ipywidgets of your own.
+    """
+    return FigureWidget(draw, controls)
+
+
+class FigureWidget:
+    """Controls above an image. `png` is the drawing at the first values; `view` is the ipywidget,
+    or None where ipywidgets is missing."""
+
+    def __init__(self, draw: Callable[..., Any], controls: dict[str, Any]) -> None:
+        self.draw = draw
+        self.values = {name: control.value for name, control in controls.items()}
+        self.png = _png(draw(**self.values))
+        self.controls: dict[str, Any] = {}
+        self.view: Any = None
+        try:
+            import ipywidgets
+        except ImportError:
+            return
+        for name, control in controls.items():
+            built = control.build(name) if isinstance(control, Control) else control
+            self.controls[name] = built
+            built.observe(self._redraw, names="value")
+        self.image = ipywidgets.Image(value=self.png, format="png")
+        self.image.layout.max_width = "100%"
+        self.message = ipywidgets.HTML()
+        panel = ipywidgets.HBox(list(self.controls.values()))
+        panel.layout.flex_flow = "row wrap"
+        self.view = ipywidgets.VBox([panel, self.message, self.image])
+
+    def show(self, name: str = "figure") -> None:
+        """One output: the live widget, and the picture for where it does not render."""
+        bundle = {}
+        if self.view is not None and in_notebook():
+            own = self.view._repr_mimebundle_()
+            bundle = {key: own[key] for key in own if "widget-view" in key}
+        show(f"[widget: {name}]", png=self.png, **bundle)
+
+    def _redraw(self, _change: Any) -> None:
+        self.values = {name: control.value for name, control in self.controls.items()}
+        try:
+            self.image.value = _png(self.draw(**self.values))
+            self.message.value = ""
+        except Exception as error:
+            told = html.escape(f"{type(error).__name__}: {message_of(error)}")
+            self.message.value = f'<span style="color:{BAD}">{told}</span>'
+
+
+def progress_map(rows: Sequence[DayStatus]) -> tuple[str, str]:
+    """The days with their state, as (plain text, HTML)."""
+    cells = [(str(row.info.number), row.info.title, row.count, row.words) for row in rows]
+    plain = text_table(("day", "title", "exercises", "state"), cells)
+    parts = []
+    for phase, name in enumerate(PHASES):
+        pills = "".join(_pill(row) for row in rows if row.info.phase == phase)
+        parts.append(
+            f'<div style="margin:0.8em 0 0.2em;{QUIET}">Phase {phase} · {html.escape(name)}</div>'
+            f'<div style="display:flex;flex-wrap:wrap;gap:6px">{pills}</div>'
+        )
+    return plain, "".join(parts)
+
+
+def _pill(row: DayStatus) -> str:
+    edge = {"done": GOOD, "started": "#56B4E9"}.get(row.words, "rgba(127,127,127,0.5)")
+    quiet = ";opacity:0.65" if not row.out else ""
+    title = f"<b>{row.info.number}</b> {html.escape(row.info.title)}"
+    if row.out:
+        title = f'<a href="{row.info.notebook}" style="color:inherit">{title}</a>'
+    state = row.words + (f" · {row.count} exercises" if row.count else "")
+    return (
+        f'<div style="width:11.5em;padding:0.4em 0.6em;border:1px solid {edge};'
+        f"border-left:5px solid {edge};border-radius:4px;color:inherit;"
+        f'line-height:1.3{quiet}">{title}'
+        f'<div style="font-size:0.85em;{QUIET}">{state}</div></div>'
+    )
+
+
+def _png(figure: Any) -> bytes:
+    """A figure as PNG, without the drawing library's version in it; the figure is closed."""
+    from matplotlib import pyplot
+
+    buffer = io.BytesIO()
+    try:
+        figure.savefig(
+            buffer, format="png", dpi=DPI, bbox_inches="tight", metadata={"Software": None}
+        )
+    finally:
+        pyplot.close(figure)
+    return buffer.getvalue()

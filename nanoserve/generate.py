@@ -1,0 +1,213 @@
+"""One loop from a prompt to text: cached or not, greedy or sampled, at once or as a stream."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from nanoserve.cache import Cache, NaiveKVCache
+from nanoserve.model import Model, load_model
+from nanoserve.sampling import Sample, SamplingParams, make_generator, sample
+from nanoserve.tokenizer import Detokenizer, Tokenizer, load_tokenizer
+
+CACHES = {"naive": NaiveKVCache}
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What a prompt was answered with.
+
+    `text` leaves out the end token and a stop string; `token_ids` holds every token generated.
+    `finish_reason` is "stop" (an end token or a stop string) or "length". `logprobs` has one
+    Sample a token where SamplingParams asked for them, else it is None.
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    logprobs: list[Sample] | None = None
+
+
+def generate_tokens(
+    model: Model,
+    prompt_ids: Sequence[int],
+    params: SamplingParams,
+    cache: Cache | None = None,
+    eos_ids: Sequence[int] = (),
+) -> Iterator[Sample]:
+    """The loop: run the model, choose a token, append it; stop at an end token (which is yielded),
+    after max_tokens, or when the context is full. With an empty cache a step feeds one token."""
+    generator = make_generator(params.seed, model.device)
+    ids = list(prompt_ids)
+    step = ids  # what the model has not seen yet: first the prompt, then one token at a time
+    for _ in range(min(params.max_tokens, model.config.context - len(ids) + 1)):
+        chosen = sample(
+            next_logits(model, step, cache), params, generator, prompt_ids, ids[len(prompt_ids) :]
+        )
+        yield chosen
+        if chosen.token_id in eos_ids:
+            return
+        ids.append(chosen.token_id)
+        step = ids if cache is None else [chosen.token_id]
+
+
+@torch.no_grad()
+def next_logits(model: Model, ids: Sequence[int], cache: Cache | None = None) -> torch.Tensor:
+    """The logits of the token that follows ids: float32 [vocab]. Only the last position's are
+    computed: the head is a fifth of the model's weights."""
+    hidden = model.hidden(torch.tensor([ids], device=model.device), cache)
+    return model.head(hidden[0, -1]).float()
+
+
+class StopStrings:
+    """Holds text back for as long as it may still turn out to be a stop string."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = stops
+        self._held = ""
+        self.found = False
+
+    def add(self, piece: str) -> str:
+        """The text that can be shown now; once a stop string has come, nothing from it on."""
+        if self.found:
+            return ""
+        text = self._held + piece
+        starts = [text.find(stop) for stop in self._stops if stop in text]
+        if starts:
+            self.found, self._held = True, ""
+            return text[: min(starts)]
+        keep = self._undecided(text)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def finish(self) -> str:
+        """What was held back and never became a stop string."""
+        text, self._held = self._held, ""
+        return text
+
+    def _undecided(self, text: str) -> int:
+        """The length of the longest end of text that begins some stop string."""
+        longest = max((len(stop) - 1 for stop in self._stops), default=0)
+        return next(
+            (
+                n
+                for n in range(min(longest, len(text)), 0, -1)
+                if any(stop.startswith(text[-n:]) for stop in self._stops)
+            ),
+            0,
+        )
+
+
+class Stream:
+    """Pieces of text as they can be shown; iterate once. Joined, they are completion.text."""
+
+    def __init__(
+        self, model: Model, tokenizer: Tokenizer, ids: list[int], params: SamplingParams, cache: Cache | None
+    ) -> None:
+        self.token_ids: list[int] = []
+        self.text = ""
+        self.finish_reason = "length"
+        self._logprobs: list[Sample] = []
+        self._params = params
+        self._pieces = self._run(model, tokenizer, ids, cache)
+
+    def __iter__(self) -> Iterator[str]:
+        for piece in self._pieces:
+            if piece:
+                self.text += piece
+                yield piece
+
+    def _run(
+        self, model: Model, tokenizer: Tokenizer, ids: list[int], cache: Cache | None
+    ) -> Iterator[str]:
+        eos_ids = model.config.eos_ids
+        detokenizer = Detokenizer(tokenizer, ids)
+        stop = StopStrings(self._params.stop)
+        for chosen in generate_tokens(model, ids, self._params, cache, eos_ids):
+            self.token_ids.append(chosen.token_id)
+            self._logprobs.append(chosen)
+            if chosen.token_id in eos_ids:
+                self.finish_reason = "stop"
+                break
+            yield stop.add(detokenizer.add(chosen.token_id))
+            if stop.found:
+                break
+        yield stop.add(detokenizer.finish())
+        yield stop.finish()
+        if stop.found:
+            self.finish_reason = "stop"
+
+    @property
+    def completion(self) -> Completion:
+        """The whole answer; draws what has not been drawn yet."""
+        for _ in self:
+            pass
+        logprobs = None if self._params.logprobs is None else self._logprobs
+        return Completion(self.text, self.token_ids, self.finish_reason, logprobs)
+
+
+class LLM:
+    """A model, its tokenizer and a kind of cache: the public face of the engine."""
+
+    def __init__(
+        self,
+        source: str | Path = "smollm2",
+        dtype: torch.dtype = torch.float32,
+        device: str | torch.device = "cpu",
+        cache: str | None = "naive",
+    ) -> None:
+        """source as for load_model; cache "naive", or None to recompute everything at each step."""
+        if cache is not None and cache not in CACHES:
+            known = ", ".join(map(repr, CACHES))
+            raise ValueError(f"cache {cache!r} is not known; supported: {known}, None")
+        self.model = load_model(source, dtype, device)
+        self.tokenizer = load_tokenizer(source)
+        self._cache = cache
+
+    def generate(
+        self,
+        prompts: str | Sequence[int] | Sequence[str | Sequence[int]],
+        params: SamplingParams | None = None,
+    ) -> list[Completion]:
+        """Complete one prompt or several; a prompt is text or token ids, which are used as they are.
+
+        Raises ValueError, before any work, for an empty prompt, one longer than the model's
+        context, or an id outside the vocabulary.
+        """
+        single = isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int))
+        streams = [self.stream(prompt, params) for prompt in ([prompts] if single else prompts)]
+        return [stream.completion for stream in streams]
+
+    def chat(
+        self, messages: list[dict[str, str]], params: SamplingParams | None = None
+    ) -> Completion:
+        """The assistant's answer to [{"role": "user", "content": …}, …]; errors as for generate."""
+        return self.stream(self.chat_ids(messages), params).completion
+
+    def stream(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> Stream:
+        """Complete one prompt, giving pieces of text as they come; errors as for generate."""
+        ids = self._prompt_ids(prompt)
+        cache = None if self._cache is None else CACHES[self._cache](self.model.config)
+        return Stream(self.model, self.tokenizer, ids, params or SamplingParams(), cache)
+
+    def chat_ids(self, messages: list[dict[str, str]]) -> list[int]:
+        """A conversation as the token ids that the model was trained to answer."""
+        return self.tokenizer.encode(self.tokenizer.render_chat(messages), parse_special=True)
+
+    def _prompt_ids(self, prompt: str | Sequence[int]) -> list[int]:
+        if isinstance(prompt, str):
+            ids = self.tokenizer.prefix_ids + self.tokenizer.encode(prompt)
+        else:
+            ids = [int(i) for i in prompt]
+        config = self.model.config
+        if not ids:
+            raise ValueError("the prompt is empty")
+        if len(ids) > config.context:
+            raise ValueError(
+                f"the prompt has {len(ids)} tokens, the model's context holds {config.context}"
+            )
+        for i in ids:
+            if not 0 <= i < config.vocab_size:
+                raise ValueError(f"token id {i} is outside the vocabulary of {config.vocab_size}")
+        return ids

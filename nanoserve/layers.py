@@ -1,0 +1,162 @@
+"""The pieces of a decoder block, as plain functions of tensors.
+
+Shapes: batch, seq; n_q query heads, n_kv key and value heads, n_rep = n_q // n_kv; head_dim.
+A layer's weights are a dictionary by the checkpoint's own names, without "model.layers.3.".
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+from nanoserve.cache import Cache
+from nanoserve.config import ModelConfig
+
+QUERY_TILE = 128  # queries that attend at once: enough to fill a matmul, few enough to skip keys
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Divide each vector by its root mean square, then scale (Zhang and Sennrich 2019, eq. 4).
+
+    x [..., n], weight [n] -> [..., n] in x's dtype; the mean is taken in float32.
+    """
+    h = x.float()
+    h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
+    return h.to(x.dtype).mul_(weight)
+
+
+def rope_frequencies(config: ModelConfig) -> torch.Tensor:
+    """The angle per position of each rotated pair, in radians: float32 [head_dim / 2].
+
+    theta ** (-2i / head_dim) (Su et al. 2021, section 3.2); with Llama 3's scaling, waves longer
+    than the original context are slowed by `factor`, short ones kept, those between blended.
+    """
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+    frequencies = 1.0 / config.rope_theta**exponents
+    scaling = config.rope_scaling
+    if scaling is None:
+        return frequencies
+    turns = scaling.original_context * frequencies / (2 * math.pi)  # over the original context
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    keep = ((turns - low) / (high - low)).clamp(0, 1)
+    return keep * frequencies + (1 - keep) * frequencies / scaling.factor
+
+
+def rope_tables(config: ModelConfig, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin of position times frequency: float32 [length, head_dim], whatever the model's
+    dtype. In bfloat16, position 15,962 would be rounded to 15,936."""
+    positions = torch.arange(length, dtype=torch.float32)
+    angles = torch.outer(positions, rope_frequencies(config))  # [length, head_dim / 2]
+    angles = torch.cat([angles, angles], dim=-1)  # both members of a pair turn alike
+    return angles.cos(), angles.sin()
+
+
+def rotate_half(x: torch.Tensor) -> torch.Tensor:
+    """Turn each pair (i, i + head_dim / 2) of the last axis by 90 degrees: (a, b) -> (-b, a)."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([-second, first], dim=-1)
+
+
+def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate heads [..., seq, head_dim] by their positions' angles; cos, sin [seq, head_dim]."""
+    return (x * cos + rotate_half(x) * sin).to(x.dtype)
+
+
+def swiglu(
+    x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor
+) -> torch.Tensor:
+    """The gated MLP, down(silu(gate x) * up x) (Shazeer 2020, section 2).
+
+    x [..., hidden]; gate, up [intermediate, hidden]; down [hidden, intermediate] -> [..., hidden].
+    """
+    h = F.silu(F.linear(x, gate), inplace=True)  # in place: nobody else holds this tensor
+    return F.linear(h.mul_(F.linear(x, up)), down)
+
+
+def sdpa(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None = None
+) -> torch.Tensor:
+    """Causal attention as an explicit sum (Vaswani et al. 2017, eq. 1), in tiles of queries.
+
+    q [batch, n_q, seq_q, head_dim]; k, v [batch, n_kv, seq_total, head_dim], the queries being the
+    last seq_q of seq_total positions -> [batch, n_q, seq_q, head_dim]. Query head h reads KV head
+    h // n_rep, by a view. `scale` defaults to head_dim ** -0.5. A tile never touches a key that
+    none of its queries may see.
+    """
+    n_q, seq_q, head_dim = q.shape[1:]
+    n_kv, seq_total = k.shape[1:3]
+    scale = head_dim**-0.5 if scale is None else scale
+    q = q.unflatten(1, (n_kv, n_q // n_kv))  # [batch, n_kv, n_rep, seq_q, head_dim]
+    tiles = []
+    for start in range(0, seq_q, QUERY_TILE):
+        tile = q[:, :, :, start : start + QUERY_TILE]
+        keys = seq_total - seq_q + start + tile.shape[3]
+        tiles.append(_attend(tile, k[:, :, :keys], v[:, :, :keys], scale))
+    return torch.cat(tiles, dim=3).flatten(1, 2)
+
+
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    """One tile: q [batch, n_kv, n_rep, tile, head_dim]; k, v [batch, n_kv, keys, head_dim]."""
+    n_rep, tile = q.shape[2:4]
+    scores = (q.flatten(2, 3) @ k.transpose(-1, -2)).mul_(scale)  # [batch, n_kv, n_rep*tile, keys]
+    if tile > 1:
+        future = torch.ones(tile, tile, dtype=torch.bool, device=q.device).triu_(1)
+        scores.unflatten(2, (n_rep, tile))[..., -tile:].masked_fill_(future, -torch.inf)
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(v.dtype)
+    return (weights @ v).unflatten(2, (n_rep, tile))
+
+
+def gqa_attention(
+    x: torch.Tensor,
+    layer: dict[str, torch.Tensor],
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    config: ModelConfig,
+    cache: Cache | None = None,
+    index: int = 0,
+) -> torch.Tensor:
+    """Grouped-query attention (Ainslie et al. 2023): n_q query heads share n_kv keys and values.
+
+    x [batch, seq, hidden], cos and sin [seq, head_dim] of x's positions -> [batch, seq, hidden].
+    A cache takes this step's keys and values as layer `index`'s, and gives back the whole history.
+    """
+    q = _heads(_linear(x, layer, "self_attn.q_proj"), config.n_q)  # [batch, n_q, seq, head_dim]
+    k = _heads(_linear(x, layer, "self_attn.k_proj"), config.n_kv)
+    v = _heads(_linear(x, layer, "self_attn.v_proj"), config.n_kv)
+    if config.qk_norm:  # Qwen3: each head's query and key are normalised before they turn
+        q = rms_norm(q, layer["self_attn.q_norm.weight"], config.norm_eps)
+        k = rms_norm(k, layer["self_attn.k_norm.weight"], config.norm_eps)
+    q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+    if cache is not None:
+        k, v = cache.append(index, k, v)
+    out = sdpa(q, k, v)
+    return _linear(out.transpose(1, 2).flatten(2), layer, "self_attn.o_proj")
+
+
+def _heads(x: torch.Tensor, n: int) -> torch.Tensor:
+    """[batch, seq, n * head_dim] -> [batch, n, seq, head_dim], a view."""
+    return x.unflatten(-1, (n, -1)).transpose(1, 2)
+
+
+def _linear(x: torch.Tensor, layer: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+    return F.linear(x, layer[f"{name}.weight"], layer.get(f"{name}.bias"))
+
+
+def block(
+    x: torch.Tensor,
+    layer: dict[str, torch.Tensor],
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    config: ModelConfig,
+    cache: Cache | None = None,
+    index: int = 0,
+) -> torch.Tensor:
+    """One decoder block: attention, then the MLP, each on a normed copy and added to the stream.
+
+    x [batch, seq, hidden] -> the same shape; the other arguments are gqa_attention's.
+    """
+    normed = rms_norm(x, layer["input_layernorm.weight"], config.norm_eps)
+    x = x + gqa_attention(normed, layer, cos, sin, config, cache, index)
+    normed = rms_norm(x, layer["post_attention_layernorm.weight"], config.norm_eps)
+    names = ("mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight")
+    return x + swiglu(normed, *(layer[name] for name in names))

@@ -1,0 +1,82 @@
+"""The whole forward pass: token ids in, logits out."""
+
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from nanoserve.cache import Cache
+from nanoserve.config import ModelConfig, load_config
+from nanoserve.fetch import resolve
+from nanoserve.layers import block, rms_norm, rope_tables
+from nanoserve.weights import load_weights
+
+
+class Model:
+    """A decoder-only transformer: a config, and weights by their Hugging Face names."""
+
+    def __init__(self, config: ModelConfig, weights: dict[str, torch.Tensor]) -> None:
+        self.config = config
+        self.weights = weights
+        self.layers = [_layer(weights, i) for i in range(config.num_layers)]
+        self._cos, self._sin = rope_tables(config, 0)
+
+    @property
+    def device(self) -> torch.device:
+        return self.weights["lm_head.weight"].device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.weights["lm_head.weight"].dtype
+
+    def __call__(self, ids: torch.Tensor, cache: Cache | None = None) -> torch.Tensor:
+        """Logits of the token after each position: ids [batch, seq] -> [batch, seq, vocab].
+
+        With a cache (batch 1), ids are the tokens that follow those it holds, and it keeps theirs.
+        Raises ValueError for ids of another shape or type, and past the model's context.
+        """
+        return self.head(self.hidden(ids, cache))
+
+    def hidden(self, ids: torch.Tensor, cache: Cache | None = None) -> torch.Tensor:
+        """The last block's output, normed: ids [batch, seq] -> [batch, seq, hidden]."""
+        if ids.dim() != 2 or ids.shape[1] == 0 or ids.is_floating_point():
+            raise ValueError(f"ids must be integers [batch, seq], got {ids.dtype} {list(ids.shape)}")
+        start = 0 if cache is None else cache.seq_len
+        cos, sin = self._rope(start, start + ids.shape[1])
+        x = F.embedding(ids, self.weights["model.embed_tokens.weight"])
+        for index, layer in enumerate(self.layers):
+            x = block(x, layer, cos, sin, self.config, cache, index)
+        return rms_norm(x, self.weights["model.norm.weight"], self.config.norm_eps)
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits from the final hidden states: [..., hidden] -> [..., vocab]."""
+        return F.linear(hidden, self.weights["lm_head.weight"])
+
+    def _rope(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin of positions start to stop; the tables grow by doubling as they are needed."""
+        if stop > self.config.context:
+            raise ValueError(f"position {stop - 1} is past the model's context of {self.config.context}")
+        if stop > len(self._cos):
+            length = min(max(2 * stop, 512), self.config.context)
+            self._cos, self._sin = (t.to(self.device) for t in rope_tables(self.config, length))
+        return self._cos[start:stop], self._sin[start:stop]
+
+
+def _layer(weights: dict[str, torch.Tensor], i: int) -> dict[str, torch.Tensor]:
+    """Layer i's weights, by names that are the same for every layer."""
+    prefix = f"model.layers.{i}."
+    return {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}
+
+
+def load_model(
+    source: str | Path = "smollm2",
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+) -> Model:
+    """Load "smollm2" (fetched on first use), a folder, a .gguf file or a hub id.
+
+    Raises ValueError, naming it, for whatever the engine does not support or finds broken.
+    """
+    path = resolve(source)
+    config = load_config(path)
+    return Model(config, load_weights(path, config, dtype, device))

@@ -1,0 +1,202 @@
+"""Text in, text out: byte-level BPE, chat templates, and a detokeniser for streams."""
+
+import codecs
+import json
+from collections.abc import Sequence
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+
+import tokenizers
+
+from nanoserve.config import _read_json
+from nanoserve.fetch import resolve
+from nanoserve.gguf_file import gguf_tokenizer
+
+
+def byte_alphabet() -> dict[str, int]:
+    """The 256 printable characters that stand for the 256 bytes in a byte-level vocabulary (GPT-2).
+
+    A printable Latin-1 byte stands for itself; the 68 others take the characters from U+0100 on,
+    in order, so that a space is "Ġ" and a newline "Ċ".
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    alphabet = {chr(byte): byte for byte in printable}
+    return alphabet | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+class Tokenizer:
+    """A checkpoint's own tokenizer: text to token ids and back, and its chat template."""
+
+    def __init__(self, tokenizer_json: str, config: dict) -> None:
+        """Take the text of a tokenizer.json and the content of a tokenizer_config.json."""
+        self._config = config
+        self._full = tokenizers.Tokenizer.from_str(tokenizer_json)
+        # the same without its special tokens, so that "<|im_end|>" is ten characters like any other
+        self._plain = tokenizers.Tokenizer(self._full.model)
+        self._plain.normalizer = self._full.normalizer
+        self._plain.pre_tokenizer = self._full.pre_tokenizer
+        self._added = dict(self._full.get_added_tokens_decoder())
+        self.vocab_size = self._full.get_vocab_size()
+        decoder = json.dumps(json.loads(tokenizer_json).get("decoder"))
+        self._byte_level = "ByteLevel" in decoder
+        # SentencePiece: a text is encoded with a space put before it
+        self._space_first = '"Strip"' in decoder or "Metaspace" in decoder
+
+    @cached_property
+    def prefix_ids(self) -> list[int]:
+        """What the checkpoint's tokenizer puts before plain text: its BOS, or nothing."""
+        adds_bos, bos = self._config.get("add_bos_token"), self.token_id(self._name("bos_token"))
+        if adds_bos is not None and bos is not None:
+            return [bos] if adds_bos else []
+        return [i for i in self._full.encode("").ids if i == bos]
+
+    def encode(self, text: str, parse_special: bool = False) -> list[int]:
+        """Text to token ids; nothing is added. Special tokens in the text count only if parsed.
+
+        Raises ValueError for text that is no valid Unicode (a lone surrogate).
+        """
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise ValueError(f"text is not valid Unicode: {error}") from None
+        tokenizer = self._full if parse_special else self._plain
+        return tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Sequence[int], skip_special: bool = False) -> str:
+        """Token ids to a whole text; bytes that are no UTF-8 become U+FFFD.
+
+        Raises ValueError for an id outside the vocabulary.
+        """
+        kept = (i for i in ids if not (skip_special and self.is_special(i)))
+        text = b"".join(map(self.token_bytes, kept)).decode("utf-8", errors="replace")
+        return text.removeprefix(" ") if self._space_first else text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes one token stands for: a part of a character at the least, a phrase at the most.
+
+        Raises ValueError for an id outside the vocabulary.
+        """
+        token = self._full.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None
+        if token is None:
+            raise ValueError(f"token id {token_id} is outside the vocabulary of {self.vocab_size}")
+        if token_id in self._added:
+            return token.encode("utf-8")
+        if self._byte_level:
+            return bytes(self._bytes[character] for character in token)
+        if token.startswith("<0x") and token.endswith(">"):  # SentencePiece's byte fallback
+            return bytes([int(token[3:-1], 16)])
+        return token.replace("▁", " ").encode("utf-8")
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether a token is one that marks structure (a role, an end) and is no text."""
+        return token_id in self._added and self._added[token_id].special
+
+    def token_id(self, token: str | None) -> int | None:
+        """The id of a token by its text, or None where there is no such token."""
+        return None if token is None else self._full.token_to_id(token)
+
+    def render_chat(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """Write [{"role": …, "content": …}, …] as the model was trained to read a conversation.
+
+        The checkpoint's jinja template runs in a sandbox. Raises ValueError where there is no
+        template, where a message lacks its role or content, and where the template refuses.
+        """
+        import jinja2
+        from jinja2.ext import loopcontrols
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        template = self._config.get("chat_template")
+        if isinstance(template, list):  # several by name, as some checkpoints have
+            template = {each["name"]: each["template"] for each in template}.get("default")
+        if not template:
+            raise ValueError("this checkpoint has no chat template; use generate with plain text")
+        for message in messages:
+            if not (isinstance(message, dict) and {"role", "content"} <= message.keys()):
+                raise ValueError(f"a message needs a role and a content, got {message!r}")
+
+        def refuse(reason: str) -> None:
+            raise jinja2.TemplateError(reason)
+
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+        )
+        environment.filters["tojson"] = lambda value, **kw: json.dumps(
+            value, ensure_ascii=False, **kw
+        )
+        environment.globals["raise_exception"] = refuse
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        names = {role: self._name(role) or "" for role in ("bos_token", "eos_token", "unk_token")}
+        try:
+            return environment.from_string(template).render(
+                messages=messages,
+                add_generation_prompt=add_generation_prompt,
+                tools=None,  # that and the next, as transformers has it: there, and None
+                documents=None,
+                **names,
+            )
+        except Exception as error:  # a template is a program: it can fail in any way
+            raise ValueError(f"the chat template refuses these messages: {error}") from None
+
+    @cached_property
+    def _bytes(self) -> dict[str, int]:
+        return byte_alphabet()
+
+    def _name(self, role: str) -> str | None:
+        """The text of a special token; a config gives it plainly or inside a dictionary."""
+        token = self._config.get(role)
+        return token.get("content") if isinstance(token, dict) else token
+
+
+class Detokenizer:
+    """Turns a stream of token ids into pieces of text that are never half a character.
+
+    The pieces and finish() joined are what decoding all ids at once gives (but for the space that
+    SentencePiece puts before a whole text: the first word of a continuation needs its own). Bytes
+    of a character that is not complete yet are held back, those at the end of the prompt included.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        for token_id in prompt_ids:
+            self.add(token_id)
+
+    def add(self, token_id: int) -> str:
+        """The text that can be shown now that this token has come; often a word, perhaps ""."""
+        if token_id >= self._tokenizer.vocab_size or self._tokenizer.is_special(token_id):
+            return ""  # a model's vocabulary may be padded past its tokenizer's
+        return self._decoder.decode(self._tokenizer.token_bytes(token_id))
+
+    def finish(self) -> str:
+        """The rest: U+FFFD where the stream ended inside a character, else ""."""
+        return self._decoder.decode(b"", final=True)
+
+
+def load_tokenizer(source: str | Path = "smollm2") -> Tokenizer:
+    """The tokenizer of "smollm2", a folder in the Hugging Face layout, a .gguf file or a hub id.
+
+    Raises ValueError for an unknown source, a missing or broken file, or a kind of tokenizer that
+    cannot be turned back into bytes, by its name.
+    """
+    path = resolve(source)
+    text, config = gguf_tokenizer(path) if path.suffix == ".gguf" else _read_folder(path)
+    try:
+        kind = json.dumps(json.loads(text).get("decoder"))
+        if not any(known in kind for known in ("ByteLevel", "ByteFallback", "Metaspace")):
+            raise ValueError(f"its decoder is not supported: {kind[:80]}")
+        return Tokenizer(text, config)
+    except Exception as error:  # the tokenizers library raises bare Exceptions
+        raise ValueError(f"{path}: the tokenizer cannot be read: {error}") from None
+
+
+def _read_folder(folder: Path) -> tuple[str, dict]:
+    file, config_file = folder / "tokenizer.json", folder / "tokenizer_config.json"
+    if not file.exists():
+        raise ValueError(f"{file} is missing (a tokenizer.model alone is not supported)")
+    config = _read_json(config_file) if config_file.exists() else {}
+    template = folder / "chat_template.jinja"
+    if template.exists():
+        config["chat_template"] = template.read_text(encoding="utf-8")
+    return file.read_text(encoding="utf-8"), config

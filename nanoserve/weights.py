@@ -1,0 +1,222 @@
+"""Weights are just names: a checkpoint becomes a dictionary from Hugging Face names to tensors."""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from nanoserve.config import ModelConfig, UnsupportedModel
+from nanoserve.gguf_file import open_gguf
+
+if TYPE_CHECKING:
+    from gguf import ReaderTensor
+
+GGUF_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor that still lies in its file: its shape is known, its values come with read()."""
+
+    shape: tuple[int, ...]
+    read: Callable[[], torch.Tensor]
+
+
+def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor the model needs, by its Hugging Face name. A Linear weight is [out, in]."""
+    hidden, mlp = config.hidden_size, config.intermediate_size
+    q_size, kv_size = config.n_q * config.head_dim, config.n_kv * config.head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (config.vocab_size, hidden),
+        "model.norm.weight": (hidden,),
+    }
+    for i in range(config.num_layers):
+        layer = {
+            "input_layernorm.weight": (hidden,),
+            "self_attn.q_proj.weight": (q_size, hidden),
+            "self_attn.k_proj.weight": (kv_size, hidden),
+            "self_attn.v_proj.weight": (kv_size, hidden),
+            "self_attn.o_proj.weight": (hidden, q_size),
+            "post_attention_layernorm.weight": (hidden,),
+            "mlp.gate_proj.weight": (mlp, hidden),
+            "mlp.up_proj.weight": (mlp, hidden),
+            "mlp.down_proj.weight": (hidden, mlp),
+        }
+        if config.qkv_bias:
+            layer["self_attn.q_proj.bias"] = (q_size,)
+            layer["self_attn.k_proj.bias"] = layer["self_attn.v_proj.bias"] = (kv_size,)
+        if config.o_bias:
+            layer["self_attn.o_proj.bias"] = (hidden,)
+        if config.qk_norm:
+            layer["self_attn.q_norm.weight"] = layer["self_attn.k_norm.weight"] = (config.head_dim,)
+        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
+    return shapes
+
+
+def load_weights(
+    path: Path,
+    config: ModelConfig,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+) -> dict[str, torch.Tensor]:
+    """Read a folder of safetensors, or a .gguf file, into {Hugging Face name: tensor}.
+
+    "lm_head.weight" is always there; where the head is tied, or the file has no head, it is the
+    embedding itself. Raises ValueError for a missing, surplus or misshapen tensor and for a file
+    that is cut short, naming it, before any value is read.
+    """
+    stored = list_gguf(path, config) if path.suffix == ".gguf" else list_safetensors(path)
+    head = stored.pop("lm_head.weight", None)
+    check_shapes(stored, expected_shapes(config))
+    if head is not None:
+        shape = (config.vocab_size, config.hidden_size)
+        check_shapes({"lm_head.weight": head}, {"lm_head.weight": shape})
+    weights = {name: tensor.read().to(device, dtype) for name, tensor in stored.items()}
+    embedding = weights["model.embed_tokens.weight"]
+    if config.tied_head or head is None:
+        weights["lm_head.weight"] = embedding
+    else:
+        weights["lm_head.weight"] = head.read().to(device, dtype)
+    return weights
+
+
+def check_shapes(stored: dict[str, StoredTensor], expected: dict[str, tuple[int, ...]]) -> None:
+    """Raise ValueError for the first tensor that is missing, surplus or of the wrong shape."""
+    for name, shape in expected.items():
+        if name not in stored:
+            raise ValueError(f"tensor {name} is missing from the checkpoint")
+        if stored[name].shape != shape:
+            raise ValueError(
+                f"tensor {name} has shape {list(stored[name].shape)}, the config asks for {list(shape)}"
+            )
+    for name in stored:
+        if name not in expected:
+            raise ValueError(f"tensor {name} is in the checkpoint, but the config has no place for it")
+
+
+def list_safetensors(folder: Path) -> dict[str, StoredTensor]:
+    """The tensors of model.safetensors, or of the shards that model.safetensors.index.json names."""
+    from safetensors import SafetensorError, safe_open
+
+    index = folder / "model.safetensors.index.json"
+    if (folder / "model.safetensors").exists():
+        files = [folder / "model.safetensors"]
+    elif index.exists():
+        try:
+            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise ValueError(f"{index} is not valid: it names no weight's file") from None
+        files = [folder / name for name in sorted(names)]
+    else:
+        raise ValueError(f"{folder} has no weights: no model.safetensors, no {index.name}")
+    stored = {}
+    for file in files:
+        if not file.exists():
+            raise ValueError(f"{file} is missing, and {index.name} names it")
+        try:
+            shard = safe_open(file, framework="pt")
+        except SafetensorError as error:
+            raise ValueError(f"{file} is not a whole safetensors file: {error}") from None
+        for name in shard.keys():  # noqa: SIM118 (a safetensors file is no dict)
+            if name.endswith("rotary_emb.inv_freq"):  # a constant that old Llama files carry
+                continue
+            view = shard.get_slice(name)
+            if view.get_dtype() not in FLOATS:
+                raise UnsupportedModel(
+                    f"tensor {name} is stored as {view.get_dtype()}; supported: {', '.join(FLOATS)}"
+                )
+            # bound as defaults: a closure would see only the loop's last shard and name
+            stored[name] = StoredTensor(
+                tuple(view.get_shape()), lambda shard=shard, name=name: shard.get_tensor(name)
+            )
+    return stored
+
+
+def list_gguf(path: Path, config: ModelConfig) -> dict[str, StoredTensor]:
+    """The tensors of a GGUF file under their Hugging Face names, dequantised as they are read.
+
+    Raises UnsupportedModel for a quantisation that the gguf package cannot undo.
+    """
+    from gguf import quants
+
+    stored = {}
+    for tensor in open_gguf(path).tensors:
+        if tensor.name == "rope_freqs.weight":  # the config has read it
+            continue
+        kind = tensor.tensor_type.name
+        if kind not in FLOATS and not hasattr(quants, kind):
+            raise UnsupportedModel(f"tensor {tensor.name}: quantisation {kind} is not supported")
+
+        def read(tensor: "ReaderTensor" = tensor) -> torch.Tensor:
+            values = dequantize(tensor)
+            heads = {"attn_q": config.n_q, "attn_k": config.n_kv}.get(tensor.name.split(".")[-2])
+            return unpermute(values, heads) if heads and config.family == "llama" else values
+
+        # GGUF counts dimensions from the innermost outwards
+        stored[hf_name(tensor.name)] = StoredTensor(tuple(map(int, tensor.shape[::-1])), read)
+    return stored
+
+
+def hf_name(gguf_name: str) -> str:
+    """The Hugging Face name of a GGUF tensor: blk.3.attn_q.weight is a q_proj of model.layers.3.
+
+    A name that no table knows comes back unchanged, to be refused as surplus.
+    """
+    layer, part, kind = re.match(r"(?:blk\.(\d+)\.)?(\w*)\.?(.*)", gguf_name).groups()
+    if part not in GGUF_NAMES or kind not in ("weight", "bias"):
+        return gguf_name
+    return f"{'' if layer is None else f'model.layers.{layer}.'}{GGUF_NAMES[part]}.{kind}"
+
+
+def dequantize(tensor: "ReaderTensor") -> torch.Tensor:
+    """A GGUF tensor's values in float32, in the shape that PyTorch gives them."""
+    from gguf.quants import dequantize as dequantize_any
+
+    shape = tuple(map(int, tensor.shape[::-1]))
+    if tensor.tensor_type.name == "Q4_1":
+        return dequantize_q4_1(torch.from_numpy(np.array(tensor.data)).view(-1, 20)).view(shape)
+    return torch.from_numpy(dequantize_any(tensor.data, tensor.tensor_type).copy()).view(shape)
+
+
+def dequantize_q4_1(blocks: torch.Tensor) -> torch.Tensor:
+    """Undo Q4_1 (ggml): uint8 [n, 20] -> float32 [n, 32], where value = scale * nibble + minimum.
+
+    Bytes 0-1 of a block are its scale and 2-3 its minimum, both float16; the low nibbles of the
+    last 16 bytes are values 0 to 15, the high nibbles values 16 to 31.
+    """
+    scale, minimum = blocks[:, :4].contiguous().view(torch.float16).float().split(1, dim=1)
+    packed = blocks[:, 4:]  # [n, 16]
+    nibbles = torch.cat([packed & 0xF, packed >> 4], dim=1)  # [n, 32]
+    return scale * nibbles + minimum
+
+
+def unpermute(weight: torch.Tensor, n_heads: int) -> torch.Tensor:
+    """Undo GGUF's order of a Llama's q or k rows: [n_heads * head_dim, ...], same shape out.
+
+    GGUF keeps the two rows that RoPE rotates together side by side; the Hugging Face layout keeps
+    them half a head apart (rows i and i + head_dim / 2).
+    """
+    pairs = weight.unflatten(0, (n_heads, -1, 2))  # [n_heads, head_dim / 2, 2, ...]
+    return pairs.transpose(1, 2).flatten(0, 2)

@@ -1,0 +1,375 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Day 1 · The oracle comes first
+#
+# Week 1 · Phase 0, foundations · you need: nothing but Python and a little PyTorch
+#
+# **Today** you meet the model you are going to serve, wrap a library that runs it correctly, and
+# measure how slowly a correct thing can go. From tomorrow on, every line you write is compared with
+# what you wrap today.
+
+# %%
+# (the set-up cell is put here by make sync)
+
+# %%
+from nanoserve.course import day
+
+today = day(1)
+today.picture("oracle-first")
+
+# %% [markdown]
+# ## Why it matters
+#
+# A language model that is slightly wrong does not crash. It writes fluent sentences, a little worse
+# than it should, and nobody can tell by looking. A rotation with the wrong sign, one attention head
+# reading its neighbour's memory, a rounding in the wrong place: all of them produce English.
+#
+# So before building anything, get hold of something you can trust, and make it easy to ask. We call
+# it the **oracle**. Ours is the library `transformers`, running the same weights.
+#
+# The words of the day:
+
+# %%
+today.glossary("token", "token id", "logits", "greedy", "oracle", "hook")
+
+# %% [markdown]
+# ## A model that answers
+#
+# SmolLM2-135M-Instruct is a real chat model, small enough for a laptop. `make lab` has fetched it
+# for you; elsewhere the next cell does, once. Text has to become token ids first. A tokenizer does
+# that, and Day 3 opens that box.
+
+# %%
+from nanoserve import load_tokenizer
+
+tokenizer = load_tokenizer("smollm2")
+prompt = tokenizer.encode("The capital of France is")
+prompt
+
+# %% [markdown]
+# ## The oracle that lands
+#
+# Three questions are enough for the whole course:
+#
+# | question | method | used on |
+# | --- | --- | --- |
+# | what follows this prompt? | `generate(ids)` | Day 9, token for token |
+# | how likely is each next token? | `logits(ids)` | Day 8, number for number |
+# | what went into that part, and what came out? | `capture(ids, names)` | Days 4 to 7, part by part |
+#
+# The third uses PyTorch's forward hooks: a function that is called whenever a module has run. The
+# cell below is the package's own `oracle.py`. In every notebook, a cell that begins with
+# `# lands in` stands word for word in the package, and a test compares the two.
+
+# %%
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from nanoserve.fetch import resolve
+
+# %% jupyter={"source_hidden": true}
+# lands in nanoserve/oracle.py
+@dataclass(frozen=True)
+class Activation:
+    """What went into a module and what came out, as a hook saw it."""
+
+    input: torch.Tensor
+    output: torch.Tensor
+
+
+class Oracle:
+    """A reference model that answers the three questions the course asks of it."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = model.eval()
+    @torch.no_grad()
+    def logits(self, ids: torch.Tensor) -> torch.Tensor:
+        """ids [batch, seq] -> logits [batch, seq, vocab]."""
+        return self.model(ids, use_cache=False).logits
+    @torch.no_grad()
+    def generate(
+        self,
+        ids: Sequence[int],
+        max_tokens: int = 16,
+        use_cache: bool = True,
+        on_token: Callable[[int], None] | None = None,
+        stop: bool = True,
+    ) -> list[int]:
+        """The greedy continuation of a prompt: at most max_tokens ids, an end token included.
+
+        on_token is called with each as it comes; with stop=False an end token ends nothing.
+        """
+        prompt = torch.tensor([list(ids)], device=self.model.device)
+        out = self.model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=max_tokens,
+            do_sample=False,
+            use_cache=use_cache,
+            streamer=None if on_token is None else _Streamer(on_token),
+            pad_token_id=0,  # for batches; here only to keep generate from warning
+            **({} if stop else {"eos_token_id": -1}),
+        )
+        return out[0, prompt.shape[1] :].tolist()
+    @torch.no_grad()
+    def capture(self, ids: torch.Tensor, names: Iterable[str]) -> dict[str, Activation]:
+        """Run ids [batch, seq] and return the activations of modules, by names such as
+        "model.layers.0.mlp". Raises ValueError for a name that the model has not."""
+        modules = dict(self.model.named_modules())
+        seen: dict[str, Activation] = {}
+        with ExitStack() as hooks:
+            for name in names:
+                if name not in modules:
+                    raise ValueError(f"the oracle has no module {name!r}")
+
+                def record(module, args, kwargs, output, name=name) -> None:
+                    x = args[0] if args else kwargs["hidden_states"]
+                    y = output[0] if isinstance(output, tuple) else output
+                    seen[name] = Activation(x, y)
+
+                hook = modules[name].register_forward_hook(record, with_kwargs=True)
+                hooks.callback(hook.remove)
+            self.model(ids, use_cache=False)
+        return seen
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Every weight by its Hugging Face name."""
+        return self.model.state_dict()
+
+
+class _Streamer:
+    """What transformers calls a streamer: first it is given the prompt, then each token."""
+
+    def __init__(self, on_token: Callable[[int], None]) -> None:
+        self._on_token, self._prompt_seen = on_token, False
+    def put(self, ids: torch.Tensor) -> None:
+        if self._prompt_seen:
+            self._on_token(int(ids))
+        self._prompt_seen = True
+    def end(self) -> None:
+        pass
+
+
+def load_oracle(
+    source: str | Path = "smollm2",
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+) -> Oracle:
+    """Load the same folder as load_model, with transformers."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(resolve(source), dtype=dtype)
+    return Oracle(model.to(device))
+
+
+# %% [markdown]
+# Load it. `resolve` turns the name into a folder, and `transformers` reads the folder.
+
+# %%
+oracle = load_oracle("smollm2")
+sum(p.numel() for p in oracle.model.parameters())
+
+# %% [markdown]
+# 134.5 million numbers. Ask them something.
+
+# %%
+answer = oracle.generate(prompt, max_tokens=8)
+print(answer)
+print(tokenizer.decode(prompt + answer))
+
+# %% [markdown]
+# ## One token at a time
+#
+# `generate` hides a loop, and the loop is simpler than it looks. The model maps a row of ids to one
+# row of **logits** per position: 49,152 numbers, one for each token of the vocabulary, larger where
+# the token is likelier to come next.
+
+# %%
+logits = oracle.logits(torch.tensor([prompt]))
+logits.shape
+
+# %% [markdown]
+# Only the last position says something about the future. Take its largest logit, append that token,
+# ask again. That is **greedy** generation, all of it:
+
+# %%
+ids = list(prompt)
+for _ in range(8):
+    last = oracle.logits(torch.tensor([ids]))[0, -1]
+    ids.append(int(last.argmax()))
+
+ids[len(prompt) :] == answer
+
+# %% [markdown]
+# Look at what the loop does. To choose the eighth token it runs the model over all twelve tokens
+# before it, though eleven of them were run a moment ago. Move the slider and watch the grey.
+
+# %%
+# NBVAL_IGNORE_OUTPUT
+today.widget("work")
+
+# %% [markdown]
+# ## Your turn: the work of one token
+#
+# How much arithmetic is that? Count it. A `config` holds the sizes of a model:
+
+# %%
+from nanoserve.config import load_config
+
+config = load_config(resolve("smollm2"))
+print(config.num_layers, "blocks,", config.hidden_size, "wide, vocabulary", config.vocab_size)
+print(config.n_q, "query heads,", config.n_kv, "KV heads of", config.head_dim)
+
+# %% [markdown]
+# Every block runs these at **every position** of the text:
+#
+# | part | what it is | numbers it holds |
+# | --- | --- | --- |
+# | q, o | two matrices | `hidden_size` × `n_q * head_dim` each |
+# | k, v | two matrices | `hidden_size` × `n_kv * head_dim` each |
+# | gate, up, down | three matrices | `hidden_size` × `intermediate_size` each |
+#
+# A matrix holding $N$ numbers costs $2N$ operations per position: a multiplication and an addition
+# for each. Then two things more:
+#
+# - **attention** pairs each position with itself and all earlier ones: $1 + 2 + \dots + n$ pairs. In
+#   each query head, a pair costs one product of length `head_dim` for its score and one more for its
+#   share of the values: $4 \cdot$ `head_dim` operations.
+# - **the head**, after the last block, multiplies by `hidden_size` × `vocab_size`. Only the last
+#   position needs it.
+#
+# Norms, rotations and softmax are small; leave them out. Write the count for choosing the next token
+# after `length` tokens, with nothing remembered. Stuck? `today.hint()` looks at the case that failed.
+
+
+# %%
+def work_of_a_token(config, length: int) -> int:
+    """Floating-point operations that choose the next token after `length`, nothing remembered.
+
+    Uses config.hidden_size, .intermediate_size, .num_layers, .n_q, .n_kv, .head_dim, .vocab_size.
+    """
+    raise NotImplementedError("your turn")
+
+
+today.check(work_of_a_token)
+
+# %% [markdown]
+# Below is one solution, folded. It is arithmetic about the engine rather than a part of it, so it
+# lands nowhere.
+
+
+# %% jupyter={"source_hidden": true}
+def work_of_a_token(config, length: int) -> int:
+    """Floating-point operations that choose the next token after `length`, nothing remembered."""
+    q_size, kv_size = config.n_q * config.head_dim, config.n_kv * config.head_dim
+    attention = config.hidden_size * (2 * q_size + 2 * kv_size)  # q and o, k and v
+    mlp = 3 * config.hidden_size * config.intermediate_size
+    pairs = length * (length + 1) // 2
+    layer = 2 * length * (attention + mlp) + 4 * pairs * q_size
+    return config.num_layers * layer + 2 * config.hidden_size * config.vocab_size
+
+
+# %%
+for length in (1, 16, 256, 4_096):
+    print(f"{length:>5} tokens: {work_of_a_token(config, length) / 1e9:8.2f} billion operations")
+
+# %% [markdown]
+# ## Measure it
+#
+# The count grows a little faster than the length. Does the clock agree? Guess first: your laptop
+# chooses a token after 32 tokens of text, and then after 512, sixteen times as many.
+
+# %%
+today.predict("growth", "How many times longer does the token after 512 take?", guess=None)
+
+# %% [markdown]
+# Now a live run: `transformers` with its cache switched off, one token at each length, the median
+# of three. The lengths take turns, so that a machine that slows down spoils them all alike.
+
+# %%
+# NBVAL_IGNORE_OUTPUT
+from nanoserve.bench.timing import median_times
+
+text = tokenizer.encode("One day at the harbour, the gulls and the boats. " * 60)
+lengths = [16, 32, 64, 128, 256, 512]
+runs = {n: lambda n=n: oracle.generate(text[:n], 1, use_cache=False) for n in lengths}
+seconds = median_times(runs, rounds=3)
+growth = seconds[512] / seconds[32]
+print(f"after 32 tokens {seconds[32] * 1e3:.0f} ms, after 512 {seconds[512] * 1e3:.0f} ms")
+assert 2 < growth < 60
+
+# %% [markdown]
+# A processor that did nothing but this arithmetic would follow the dashed line. It is drawn through
+# the last point, where the machine is busiest.
+
+# %%
+from nanoserve.course.plots import COLOURS, figure, label_line, line, log2_axis, prediction_marker
+
+fig, ax = figure(xlabel="tokens of text", ylabel="milliseconds for the next token")
+rate = work_of_a_token(config, 512) / seconds[512]  # operations per second
+counted = [work_of_a_token(config, n) / rate * 1e3 for n in lengths]
+ax.plot(lengths, counted, color=COLOURS["limit"], linestyle="--", linewidth=1)
+label_line(ax, 32, counted[1], "your count", COLOURS["limit"], "right")
+line(ax, lengths, [seconds[n] * 1e3 for n in lengths], "measured", COLOURS["oracle"])
+if guess := today.guess("growth"):
+    prediction_marker(ax, 512, guess * seconds[32] * 1e3)
+log2_axis(ax), log2_axis(ax, "y")
+fig
+
+# %% [markdown]
+# Read it from the right. At 512 tokens the arithmetic rules, and doubling the text doubles the time.
+# At 16 tokens the line of the count falls away below the measurement: there the machine spends its
+# time fetching 134.5 million weights from memory, however little it does with each. Both regimes
+# will come back, one as prefill and one as decode, and Day 13 bends this very curve.
+#
+# What the plot does not show: this is one machine, one thread count, one library. The shape is
+# yours to keep; the numbers are not.
+#
+# ## Look inside
+#
+# The oracle's third question. Name parts of the model, and get what went in and what came out:
+
+# %%
+seen = oracle.capture(torch.tensor([prompt]), ["model.layers.0.mlp", "model.norm"])
+for name, activation in seen.items():
+    print(name, list(activation.input.shape), "->", list(activation.output.shape))
+
+# %% [markdown]
+# On Day 5 you write that first MLP, and this is what it will be held to, number for number. A name
+# that does not exist is refused by name:
+
+# %%
+try:
+    oracle.capture(torch.tensor([prompt]), ["model.layers.30.mlp"])
+except ValueError as error:
+    print(error)
+
+# %% [markdown]
+# ## What you learned
+#
+# 1. **A wrong model speaks fluently.** Only a comparison with something independent can tell.
+# 2. **Generation is a loop of one question:** given these tokens, which comes next?
+# 3. **Without memory, every token pays for all tokens before it.** The curve you measured is the
+#    price, and the rest of the course bends it.
+#
+# ## Tomorrow
+#
+# The oracle reads a folder of weights and gets everything right. What is in that folder? Day 2 opens
+# it: 272 names, and numbers of four bits.
+#
+# **In one paragraph.** Before writing an engine, we wrapped one that is known to be right and gave
+# it three questions: what comes next, how likely is everything, what went through that part. Then we
+# counted the arithmetic behind one token, timed it, and saw the two agree where the text is long. A
+# model that remembers nothing computes everything again for each word it writes.

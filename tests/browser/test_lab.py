@@ -1,0 +1,131 @@
+"""Day 1 in a real browser: JupyterLab opens it, runs every cell, and a widget answers."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+playwright = pytest.importorskip("playwright.sync_api")
+pytestmark = pytest.mark.slow
+
+NAMES = ("chromium", "google-chrome", "chromium-browser")
+FOUND = [os.environ.get("NANOSERVE_CHROMIUM"), *map(shutil.which, NAMES)]
+CHROMIUM = next(filter(None, FOUND), None)
+FLAGS = [
+    "--headless",
+    "--no-sandbox",
+    "--no-first-run",
+    "--disable-gpu",
+    "--disable-quic",
+    "--disable-sync",
+    "--disable-background-networking",
+    "--disable-component-update",
+]
+NOTEBOOK = "day01_oracle.ipynb"
+RUN_ALL_SECONDS = 300
+
+SETTINGS = {
+    "notebook-extension/tracker": '{"windowingMode": "none"}',  # all cells are in the page
+    "apputils-extension/notification": '{"fetchNews": "false"}',
+}
+KERNEL = "jupyterapp.shell.currentWidget?.sessionContext?.session?.kernel?.status"
+RUN_ALL = "void jupyterapp.commands.execute('notebook:run-all-cells').then(ok => window.ran = ok)"
+
+needs_chromium = pytest.mark.skipif(
+    CHROMIUM is None,
+    reason="no Chromium: apt install chromium, or set NANOSERVE_CHROMIUM to a Chrome's path",
+)
+
+
+@pytest.fixture
+def lab(tmp_path: Path) -> Iterator[str]:
+    """JupyterLab on a learner's fresh work folder, with nobody's settings; its address."""
+    for name, text in SETTINGS.items():
+        path = tmp_path / "settings/@jupyterlab" / f"{name}.jupyterlab-settings"
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+    environment = os.environ | {
+        "NANOSERVE_WORK": str(tmp_path / "work"),
+        "JUPYTER_CONFIG_DIR": str(tmp_path / "config"),
+        "JUPYTER_RUNTIME_DIR": str(tmp_path / "runtime"),
+        "JUPYTERLAB_SETTINGS_DIR": str(tmp_path / "settings"),
+        "JUPYTERLAB_WORKSPACES_DIR": str(tmp_path / "workspaces"),
+    }
+    start = [sys.executable, "-m", "nanoserve", "course", "start"]
+    subprocess.run(start, env=environment, check=True)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "jupyter", "lab", "--no-browser", "--allow-root"]
+    command += [f"--ServerApp.port={port}", "--ServerApp.port_retries=0", "--ip=127.0.0.1"]
+    command += ["--IdentityProvider.token=", f"--ServerApp.root_dir={tmp_path / 'work'}"]
+    command += ["--LabApp.expose_app_in_browser=True"]
+    address = f"http://127.0.0.1:{port}"
+    with (tmp_path / "lab.log").open("w") as log:
+        server = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+        try:
+            wait_for(address, server, tmp_path / "lab.log")
+            yield address
+        finally:
+            server.terminate()
+            server.wait(30)
+
+
+def wait_for(address: str, server: subprocess.Popen, log: Path) -> None:
+    for _ in range(120):
+        if server.poll() is not None:
+            break
+        try:
+            urllib.request.urlopen(f"{address}/api", timeout=5)
+            return
+        except OSError:
+            time.sleep(0.5)
+    pytest.fail(f"JupyterLab did not start:\n{log.read_text()}")
+
+
+@pytest.fixture
+def page(lab: str) -> Iterator["playwright.Page"]:
+    with playwright.sync_playwright() as browsers:
+        browser = browsers.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        page = browser.new_page(viewport={"width": 1280, "height": 900})
+        page.goto(f"{lab}/lab/tree/{NOTEBOOK}")
+        page.wait_for_selector(".jp-NotebookPanel .jp-CodeCell", timeout=60_000)
+        page.wait_for_function(f"{KERNEL} === 'idle'", timeout=60_000)
+        yield page
+        browser.close()
+
+
+def save(page, name: str, folder: Path) -> None:
+    """Keep a picture of the page, and a copy where NANOSERVE_SCREENSHOTS says."""
+    page.screenshot(path=folder / name)
+    if target := os.environ.get("NANOSERVE_SCREENSHOTS"):
+        Path(target).mkdir(parents=True, exist_ok=True)
+        shutil.copy(folder / name, target)
+
+
+@needs_chromium
+def test_day_1_runs_in_jupyterlab_and_its_widget_answers(page, tmp_path):
+    page.evaluate(RUN_ALL)
+    page.wait_for_function("window.ran !== undefined", timeout=RUN_ALL_SECONDS * 1000)
+    save(page, "day01.png", tmp_path)
+    errors = page.locator('[data-mime-type="application/vnd.jupyter.error"]')
+    assert errors.all_inner_texts() == []
+    assert page.evaluate("window.ran")
+    assert page.locator(".jp-CodeCell .jp-InputPrompt", has_text="[ ]:").count() == 0
+
+    output = page.locator(".jp-OutputArea-output", has=page.locator(".widget-slider")).first
+    output.scroll_into_view_if_needed()
+    image = output.locator("img").first
+    before = image.get_attribute("src")
+    slider = output.get_by_role("slider").first
+    slider.focus()
+    slider.press("ArrowRight")
+    playwright.expect(image).not_to_have_attribute("src", before, timeout=30_000)
+    save(page, "widget.png", tmp_path)

@@ -1,0 +1,257 @@
+"""Whatever an answer does, a check says something useful about it and ends."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from nanoserve.course import check
+from nanoserve.course.compare import close, exact, short
+from nanoserve.course.exercise import Case, Exercise, raises
+from nanoserve.course.guard import guarded
+
+
+@pytest.fixture
+def tried(toy, cell):
+    """tried(source) -> the report on a cell's `scale_rows`."""
+
+    def run(source):
+        return check.run(toy.day.EXERCISES[0], cell("import torch, time\n" + source).scale_rows)
+
+    return run
+
+
+def message(report):
+    return report.failed.message
+
+
+def test_a_right_answer_passes_every_case(tried):
+    report = tried("def scale_rows(x, f):\n    return x * f.unsqueeze(-1)")
+    assert report.status == "passed"
+    assert report.heading == "scale_rows: all 2 cases pass"
+
+
+def test_the_package_s_own_definition_is_known_as_such(toy, cell):
+    source = "def scale_rows(x, factors):\n"
+    source += '    """[rows, dim] times one factor per row."""\n    return x * factors[:, None]\n'
+    exercise = toy.day.EXERCISES[0]
+    assert check.run(exercise, cell(source).scale_rows).status == "package"
+    assert check.run(exercise, toy.engine.scale_rows).status == "package"
+
+
+def test_an_untouched_stub_is_one_line(tried):
+    report = tried("def scale_rows(x, f):\n    raise NotImplementedError('your turn')")
+    assert report.text() == "scale_rows: not attempted yet"
+    assert "<table" not in report.html()
+
+
+def test_a_half_written_answer_says_which_case_is_missing(tried):
+    report = tried(
+        "def scale_rows(x, f):\n"
+        "    if len(x) == 2:\n        raise NotImplementedError\n    return x * f[:, None]"
+    )
+    assert message(report) == "this part is not written yet"
+    assert report.rows[0].passed
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        ("x.sum(0)", "wrong shape: expected [3, 2], got [2]"),
+        ("None", "it gives None: is a `return` missing?"),
+        ("x.long()", "wrong dtype: expected float32, got int64"),
+        ("(x * f[:, None]).double()", "wrong dtype: expected float32, got float64"),
+        ("x * float('nan')", "NaN in 6 of 6 places, first at [0, 0]"),
+        ("[1, 2]", "it gives a list where a tensor is expected"),
+        (
+            "x",
+            "4 of 6 values differ, first at [1, 0]: expected 4, got 2",
+        ),
+    ],
+)
+def test_a_wrong_value_is_told_by_where_it_first_differs(tried, body, sentence):
+    assert message(tried(f"def scale_rows(x, f):\n    return {body}")) == sentence
+
+
+def test_an_exception_names_its_type_message_and_the_answer_s_own_line(tried):
+    report = tried("def scale_rows(x, f):\n    return x.view(7)")
+    assert message(report).startswith("it raised RuntimeError: shape '[7]' is invalid")
+    assert message(report).endswith("(in line 3: `return x.view(7)`)")
+
+
+def test_an_answer_that_exits_or_recurses_is_told_so(tried):
+    assert "sys.exit()" in message(tried("def scale_rows(x, f):\n    raise SystemExit"))
+    endless = tried("def scale_rows(x, f):\n    return scale_rows(x, f)")
+    assert message(endless) == "it calls itself without end (RecursionError)"
+
+
+def test_a_known_mistake_is_called_by_its_name(tried):
+    report = tried("def scale_rows(x, f):\n    return x + f.reshape(-1, 1)")
+    assert [row.message for row in report.rows] == ["This adds the factor."] * 2
+
+
+def test_a_mistake_that_only_resembles_a_known_one_is_not(tried):
+    report = tried("def scale_rows(x, f):\n    return x + f[:, None] if len(x) == 3 else x * 9 + 1")
+    assert "first at" in message(report)
+
+
+def test_changing_the_inputs_fails_an_otherwise_right_answer(tried):
+    report = tried("def scale_rows(x, f):\n    return x.mul_(f[:, None])")
+    assert message(report) == "the result is right, but it changed its inputs: work on a copy"
+
+
+def test_prints_are_shown_in_the_row_and_cut(tried, capsys):
+    report = tried("def scale_rows(x, f):\n    print('shape', *x.shape)\n    return x * f[:, None]")
+    assert report.status == "passed"
+    assert report.rows[0].printed == "shape 3 2"
+    assert "it printed: shape 3 2" in report.text()
+    assert "shape 3 2" in report.html()
+    loud = tried("def scale_rows(x, f):\n    print('a' * 10**6)\n    return x")
+    assert len(loud.text()) < 2000
+    assert capsys.readouterr().out == ""
+
+
+LOOPS = {
+    "plain": "    while True:\n        pass",
+    "sleeping": "    time.sleep(60)",
+    "bare except": "    while True:\n        try:\n            time.sleep(0.001)\n"
+    "        except:\n            pass",
+    "one line": "    while True:\n        try: x + 1\n        except: pass",
+    "nested": "    while True:\n        try:\n            try:\n                time.sleep(0.001)\n"
+    "            except:\n                pass\n        except BaseException:\n            x = x",
+    "finally": "    while True:\n        try:\n            x = x + 1\n        finally:\n"
+    "            continue",
+    "helper": "    def step():\n        try:\n            time.sleep(0.001)\n"
+    "        except BaseException:\n            return\n    while True:\n        step()",
+    "prints": "    while True:\n        print('again')",
+}
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_loop_that_never_ends_is_stopped(tried, loop):
+    begin = time.monotonic()
+    report = tried(f"def scale_rows(x, f):\n{LOOPS[loop]}")
+    assert time.monotonic() - begin < 8
+    assert message(report) == "it ran over the time limit: is there a loop that never ends?"
+    assert report.rows[1].verdict == "not run"
+
+
+def test_away_from_the_main_thread_a_loop_ends_or_the_row_says_it_does_not(tried):
+    reports = []
+    for body in (LOOPS["plain"], "    t = time.time()\n    while time.time() < t + 4:\n"
+                 "        try: time.sleep(0.01)\n        except: time.sleep(3)"):  # fmt: skip
+        source = f"def scale_rows(x, f):\n{body}"
+        thread = threading.Thread(target=lambda s=source: reports.append(tried(s)))
+        thread.start()
+        thread.join(20)
+    assert message(reports[0]) == "it ran over the time limit: is there a loop that never ends?"
+    assert "could not be stopped" in message(reports[1])
+
+
+def test_an_interrupt_reaches_the_learner(tried):
+    with pytest.raises(KeyboardInterrupt):
+        tried("def scale_rows(x, f):\n    raise KeyboardInterrupt")
+
+
+def test_a_result_that_cannot_be_compared_or_shown_is_a_row(tried):
+    report = tried(
+        "class Odd:\n    def __repr__(self):\n        raise ValueError\n    __eq__ = __repr__\n"
+        "def scale_rows(x, f):\n    return Odd()"
+    )
+    assert message(report) == "it gives an Odd where a tensor is expected"
+
+
+def test_random_answers_repeat_and_leave_the_notebook_s_stream_alone():
+    torch.manual_seed(5)
+    expected = torch.rand(1)
+    torch.manual_seed(5)
+    draw = guarded(lambda: torch.rand(3)).value
+    assert torch.equal(torch.rand(1), expected)
+    assert torch.equal(guarded(lambda: torch.rand(3)).value, draw)
+
+
+def test_a_method_may_be_written_as_a_class_or_as_a_function(toy, cell):
+    exercise = toy.day.EXERCISES[1]
+    grown = "class Counter(Counter):\n    def step(self, by):\n"
+    grown += "        self.count = self.count + by\n        return self.count\n"
+    space = {"__name__": "__main__", "Counter": toy.engine.Counter}
+    assert check.run(exercise, cell(grown, space).Counter).status == "passed"
+    plain = "def step(self, by):\n    self.count = by + self.count\n    return self.count\n"
+    assert check.run(exercise, cell(plain).step).status == "passed"
+    assert check.run(exercise, cell(plain.replace("+", "-")).step).status == "failed"
+
+
+def test_a_class_without_the_method_is_not_an_answer(toy, cell):
+    space = {"__name__": "__main__", "Counter": toy.engine.Counter}
+    report = check.run(
+        toy.day.EXERCISES[1], cell("class Counter(Counter):\n    pass", space).Counter
+    )
+    assert report.text() == "Counter: not attempted yet, it has no method `step` of its own"
+    assert "`" not in report.html()
+
+
+def test_an_expected_exception_must_come_and_name_its_culprit():
+    def half(n):
+        if n % 2:
+            raise ValueError(f"n is odd: {n}")
+        return n // 2
+
+    def cases():
+        return [Case("odd", (3,), expected=raises(ValueError, "n is")), Case("even", (4,))]
+
+    exercise = Exercise("half", cases, {"value": ("a", "b", "c")}, solution=half)
+    assert check.run(exercise, lambda n: half(n)).status == "passed"
+    assert "it should raise ValueError here, and did not" in message(
+        check.run(exercise, lambda n: n // 2)
+    )
+    assert "should name n is" in message(
+        check.run(exercise, lambda n: 1 / 0 if n < 0 else raise_())
+    )
+
+
+def raise_():
+    raise ValueError("no")
+
+
+def test_the_text_is_the_same_each_time_and_holds_no_address(tried):
+    source = "def scale_rows(x, f):\n    raise ValueError(object())"
+    texts = {tried(source).text(), tried(source).text()}
+    assert len(texts) == 1
+    assert "0x" not in texts.pop()
+
+
+def test_big_tensors_are_shown_by_their_shape():
+    assert short(torch.zeros(40, 50)) == "float32 [40, 50]"
+    assert short(torch.tensor([1.5, 2.0])) == "float32 [2] = [1.5, 2]"
+    assert len(short(list(range(10_000)))) <= 44
+    assert short({"b": 1, "a": (2,)}) == "{'b': 1, 'a': (2,)}"
+
+
+@pytest.mark.parametrize(
+    ("got", "expected", "sentence"),
+    [
+        ({"a": 1}, {"a": 1, "b": 2}, "the key 'b' is missing"),
+        ({"a": [1, 3]}, {"a": [1, 2]}, "expected 2 at ['a'][1], got 3"),
+        ((1, 2), [1, 2], "it gives a tuple where a list is expected"),
+        ([1], [1, 2], "wrong length: expected 2, got 1"),
+        ("abc", "abd", "differs from character 2: expected 'abd', got 'abc'"),
+        (1, True, "expected True, got 1"),
+        (float("nan"), 2.0, "NaN, expected 2"),
+        (2.0, 2, None),
+        (np.array([1, 2]), np.array([1, 3]), "1 of 2 values differ, first at [1]"),
+        ([1, 2], np.array([1, 2]), "it gives a list where an array is expected"),
+        (torch.tensor([float("nan")]), torch.tensor([float("nan")]), None),
+        (torch.zeros(2, 3), torch.zeros(3, 2), "wrong shape: expected [3, 2], got [2, 3]"),
+    ],
+)
+def test_differences_are_told_in_a_sentence(got, expected, sentence):
+    told = exact(got, expected)
+    assert told == sentence if sentence is None else told.startswith(sentence)
+
+
+def test_close_allows_its_tolerance_and_no_more():
+    assert close(atol=1e-3, rtol=0)(torch.tensor([1.0005]), torch.tensor([1.0])) is None
+    assert close(atol=1e-4, rtol=0)(torch.tensor([1.0005]), torch.tensor([1.0]))
+    assert close(atol=0, rtol=1e-2)(100.5, 100) is None

@@ -1,0 +1,310 @@
+"""What a notebook calls: every method ends in one readable output."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanoserve.course import day, store
+from nanoserve.course.exercise import CourseError
+
+RIGHT = "def scale_rows(x, f):\n    return x * f.reshape(-1, 1)\n"
+LOUD = "def scale_rows(x, f):\n    return 100 * 0.01 * x * f[:, None] + 0.0\n"
+
+
+@pytest.fixture
+def today(toy):
+    return day(4)
+
+
+def said(capsys):
+    return capsys.readouterr().out.strip()
+
+
+def test_nothing_is_written_before_an_answer_passes(today, cell, work, capsys):
+    today.check(cell("def scale_rows(x, f):\n    raise NotImplementedError").scale_rows)
+    today.check(cell("def scale_rows(x, f):\n    return x").scale_rows)
+    today.predict("speed", "How fast?")
+    today.hint()
+    with today.mine():
+        pass
+    assert not work.exists()
+
+
+def test_a_passed_answer_is_saved_reloaded_and_marked(today, cell, work, capsys):
+    today.check(cell(RIGHT).scale_rows)
+    assert "Saved: `with today.mine():` runs the engine with it." in said(capsys)
+    saved = work / "answers/day04_scale_rows.py"
+    assert "reshape(-1, 1)" in saved.read_text()
+    assert json.loads((work / "progress.json").read_text())["passed"] == {"4": ["scale_rows"]}
+    assert [path.name for path in saved.parent.iterdir()] == [saved.name]
+
+
+def test_an_older_answer_is_kept_beside_the_new_one(today, cell, work):
+    for source in (RIGHT, RIGHT, LOUD):
+        today.check(cell(source).scale_rows)
+    saved = work / "answers/day04_scale_rows.py"
+    assert "100 * 0.01" in saved.read_text()
+    assert "reshape" in saved.with_name(saved.name + ".bak").read_text()
+
+
+def test_a_failing_answer_does_not_replace_a_saved_one(today, cell, work):
+    today.check(cell(RIGHT).scale_rows)
+    today.check(cell("def scale_rows(x, f):\n    return x").scale_rows)
+    assert "reshape" in (work / "answers/day04_scale_rows.py").read_text()
+
+
+def test_the_package_s_own_code_passes_and_is_not_saved(today, toy, work, capsys):
+    today.check(toy.engine.scale_rows)
+    assert "all 2 cases pass (word for word the package's own)" in said(capsys)
+    assert not work.exists()
+
+
+def test_an_answer_that_cannot_be_saved_has_still_passed(today, cell, work, capsys):
+    source = "import torch\none = torch.ones(1)\n" + RIGHT.replace("return x", "return one * x")
+    today.check(cell(source).scale_rows)
+    out = said(capsys)
+    assert "all 2 cases pass" in out
+    assert "not saved: it uses `one`, a Tensor of this notebook" in out
+    assert store.Progress.load().passed(4) == ["scale_rows"]
+
+
+def test_an_answer_whose_saved_copy_fails_is_not_called_saved(today, cell, work, capsys):
+    source = RIGHT.replace("return x", "return (__name__ == '__main__') * x")
+    today.check(cell(source).scale_rows)
+    assert "not saved: the saved copy fails '3 rows of 2' (5 of 6 values differ" in said(capsys)
+    assert list((work / "answers").iterdir()) == []
+
+
+def test_a_work_folder_that_cannot_be_written_loses_nothing_but_the_file(today, cell, work, capsys):
+    work.write_text("a file in the way")
+    today.check(cell(RIGHT).scale_rows)
+    assert "Passed, but not saved: cannot write" in said(capsys)
+
+
+def test_mine_runs_the_engine_with_the_saved_answer_and_puts_all_back(today, cell, toy, capsys):
+    x, f = torch.ones(2, 3), torch.tensor([1.0, 2.0])
+    today.check(cell(RIGHT.replace("return", "print('mine ran')\n    return")).scale_rows)
+    original = toy.engine.scale_rows
+    said(capsys)
+    with today.mine():
+        assert toy.caller.engine_run(x, f) == 9.0
+    assert said(capsys) == "Running with your scale_rows (Day 4).\nmine ran"
+    assert toy.caller.scale_rows is toy.engine.scale_rows is original
+    with pytest.raises(ZeroDivisionError), today.mine():
+        assert toy.caller.scale_rows is not original
+        raise ZeroDivisionError
+    assert toy.caller.scale_rows is toy.engine.scale_rows is original
+
+
+def test_mine_puts_a_method_into_its_class(today, cell, toy, capsys):
+    grown = "class Counter(Counter):\n    def step(self, by):\n        self.count += by * 1\n"
+    grown += "        return self.count\n"
+    space = {"__name__": "__main__", "Counter": toy.engine.Counter}
+    cell(grown, space)
+    today.check(cell(grown, space).Counter)  # the cell run twice: a class on top of itself
+    assert "Saved" in said(capsys)
+    original = toy.engine.Counter.step
+    with today.mine():
+        assert toy.engine.Counter.step is not original
+        assert toy.caller.Counter(2).step(5) == 7
+    assert toy.engine.Counter.step is original
+
+
+def test_mine_of_everything_takes_all_days(toy, cell, capsys):
+    day(4).check(cell(RIGHT).scale_rows)
+    said(capsys)
+    with day(9).mine():
+        pass
+    assert said(capsys) == "No saved answer of Day 9 yet: the engine runs with its own code."
+    with day(9).mine(everything=True):
+        pass
+    assert said(capsys) == "Running with your scale_rows (Day 4)."
+
+
+def test_a_saved_answer_that_broke_since_is_told_and_left_out(today, cell, work, capsys):
+    today.check(cell(RIGHT).scale_rows)
+    (work / "answers/day04_scale_rows.py").write_text("def scale_rows(:\n")
+    said(capsys)
+    with today.mine():
+        pass
+    out = said(capsys)
+    assert "Your scale_rows cannot be loaded: " in out
+    assert "its own code" in out
+
+
+def test_a_puzzle_without_a_place_in_the_engine_is_saved_too(today, cell, work, capsys):
+    today.check(cell("def double(n):\n    return n + n\n").double)
+    assert said(capsys).endswith("Saved.")
+
+
+def test_hints_climb_by_the_case_that_failed(today, cell, capsys):
+    today.hint()
+    assert said(capsys) == "Run the check first: a hint looks at the case that failed."
+    today.check(
+        cell("def scale_rows(x, f):\n    return x * f[:, None] if len(x) == 3 else x").scale_rows
+    )
+    said(capsys)
+    for text in (
+        "Which axis?",
+        "Rows come first.",
+        "Index with [:, None].",
+        "Index with [:, None].",
+    ):
+        today.hint()
+        assert text in said(capsys)
+    today.check(cell("def scale_rows(x, f):\n    return x").scale_rows)
+    said(capsys)
+    today.hint()
+    assert said(capsys) == "Hint 1 of 3, for the case '3 rows of 2': Look at the shapes."
+    today.check(cell(RIGHT).scale_rows)
+    said(capsys)
+    today.hint()
+    assert "nothing to hint at" in said(capsys)
+
+
+@pytest.mark.parametrize("answer", [3, None, "scale", len, lambda x: x, torch.ones(2)])
+def test_anything_else_handed_to_check_is_one_clear_line(today, answer, capsys):
+    today.check(answer)
+    out = said(capsys)
+    assert out.startswith("Day 4 has no exercise ")
+    assert out.endswith("Its exercises: scale_rows, Counter, double.")
+
+
+def test_a_result_handed_over_instead_of_the_function_is_told(today, capsys):
+    today.check(14, "double")
+    assert said(capsys) == "Hand over the function itself, without a call: today.check(double)"
+
+
+@pytest.mark.parametrize(("guess", "kept"), [(3, 3.0), ("1,024", 1024.0), (0.5, 0.5)])
+def test_a_prediction_is_kept(today, guess, kept, capsys):
+    today.predict("speed", "How many times faster?", guess=guess)
+    assert "How many times faster?\nYour guess: " in said(capsys)
+    assert today.guess("speed") == day(4).guess("speed") == day(5).guess("speed", day=4) == kept
+
+
+@pytest.mark.parametrize("guess", ["fast", float("nan"), float("inf"), True, [1], object()])
+def test_a_guess_that_is_no_number_is_one_clear_line(today, guess, work, capsys):
+    today.predict("speed", "How many times faster?", guess=guess)
+    assert "is not a number" in said(capsys)
+    assert today.guess("speed") is None
+    assert not work.exists()
+
+
+def test_a_choice_must_be_one_of_the_choices(today, capsys):
+    options = ("linear", "quadratic")
+    today.predict("shape", "Which curve?", guess="cubic", choices=options)
+    assert "'cubic' is none of the choices: linear, quadratic." in said(capsys)
+    today.predict("shape", "Which curve?", guess="Linear", choices=options)
+    assert today.guess("shape") == "linear"
+
+
+def test_no_guess_is_the_same_two_lines_each_time(today, capsys):
+    today.predict("speed", "How fast?")
+    assert said(capsys) == "How fast?\nNo guess yet: put yours in place of None."
+
+
+def test_review_questions_and_glossary_have_a_plain_form(toy, capsys):
+    toy.day.REVIEW = (("Why?", "Because of `x`."),)
+    today = day(4)
+    today.review()
+    assert said(capsys) == "1. Why?\n   Answer: Because of `x`."
+    today.glossary("logits", "token id")
+    assert [line.split("  ")[0] for line in said(capsys).splitlines()[2:]] == ["logits", "token id"]
+
+
+def test_pictures_and_data_are_found_or_named(today, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(store, "PACKAGE", tmp_path / "nanoserve")
+    (tmp_path / "diagrams").mkdir()
+    (tmp_path / "nanoserve/course/data").mkdir(parents=True)
+    (tmp_path / "diagrams/pool.png").write_bytes(b"\x89PNG")
+    (tmp_path / "nanoserve/course/data/run.json").write_text('{"device": "a card"}')
+    today.picture("pool")
+    assert said(capsys) == "[picture: pool]"
+    assert today.data("run") == {"device": "a card"}
+    with pytest.raises(CourseError, match="there is no picture 'pond'"):
+        today.picture("pond")
+
+
+def test_a_day_that_does_not_exist_is_named():
+    with pytest.raises(CourseError, match="there is no day 31"):
+        day(31)
+
+
+KERNEL_CELLS = (
+    """
+import os, sys
+sys.path.insert(0, TESTS)
+os.environ["NANOSERVE_WORK"] = WORK
+import conftest, types
+engine = conftest._module("nanoserve.toy", conftest.ENGINE)
+made = types.ModuleType("nanoserve.course.exercises.day04")
+made.EXERCISES = (conftest.scale_rows_exercise(), conftest.step_exercise())
+sys.modules[made.__name__] = made
+from nanoserve.toy import Counter
+from nanoserve.course import day
+today = day(4)
+SCALE = 1.0
+""",
+    """
+from dataclasses import dataclass
+import torch
+
+@dataclass
+class Shape:
+    rows: int
+
+def column(f: torch.Tensor):
+    return f.reshape(Shape(-1).rows, 1) * SCALE
+
+def scale_rows(x, f):
+    return x * column(f)
+
+today.check(scale_rows)
+""",
+    """
+class Counter(Counter):
+    def step(self, by):
+        self.count += 1 * by
+        return self.count
+
+today.check(Counter)
+""",
+    """
+def scale_rows(x, f):
+    while True:
+        try: x + 1
+        except: pass
+today.check(scale_rows)
+""",
+    """
+def scale_rows(x, f):
+    return x.nonsense
+today.check(scale_rows)
+""",
+    """
+with today.mine():
+    print(Counter.__mro__[1] is engine.Counter, engine.Counter(2).step(3))
+""",
+)
+
+
+def test_in_a_real_kernel_answers_are_found_saved_and_shown(tmp_path):
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    places = f"TESTS = {str(Path(__file__).parent)!r}\nWORK = {str(tmp_path / 'work')!r}"
+    first = places + KERNEL_CELLS[0]
+    cells = [nbformat.v4.new_code_cell(source) for source in (first, *KERNEL_CELLS[1:])]
+    notebook = nbformat.v4.new_notebook(cells=cells)
+    nbclient.NotebookClient(notebook, timeout=60, kernel_name="python3").execute()
+    outputs = [cell.outputs for cell in cells]
+    assert all(len(output) == 1 for output in outputs[1:5])
+    plain = [output[0].data["text/plain"] for output in outputs[1:5]]
+    assert "Saved" in plain[0]
+    assert "Saved" in plain[1]
+    assert "ran over the time limit" in plain[2]
+    assert "(in line 2: `return x.nonsense`)" in plain[3]
+    assert "<table" in outputs[1][0].data["text/html"]
+    running, printed = outputs[5]
+    assert running.data["text/plain"] == "Running with your scale_rows (Day 4), Counter (Day 4)."
+    assert printed.text == "True 5\n"

@@ -1,0 +1,94 @@
+"""A fault put into the package turns a notebook red: the notebooks are its regression tests."""
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbformat.v4 import new_code_cell, new_notebook, new_output
+
+from nanoserve.course.lands import ROOT
+
+pytestmark = pytest.mark.slow
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One textual replacement in one engine file, and the notebook that must notice."""
+
+    what: str
+    file: str
+    old: str
+    new: str
+    notebook: str
+
+
+FAULTS: list[Fault] = []
+
+
+def copy_clone(root: Path, notebook: str, folder: Path) -> None:
+    """What a notebook needs of a clone: the package, pictures, data, the notebook, our conftest."""
+    ignore = shutil.ignore_patterns("__pycache__", "*.ipynb", "source")
+    for part in ("nanoserve", "diagrams", "notebooks"):
+        shutil.copytree(root / part, folder / part, ignore=ignore)
+    shutil.copy(root / "notebooks" / notebook, folder / "notebooks")
+
+
+def put(fault: Fault, folder: Path) -> None:
+    path = folder / fault.file
+    text = path.read_text(encoding="utf-8")
+    assert text.count(fault.old) == 1, f"{fault.file} does not hold {fault.old!r} exactly once"
+    path.write_text(text.replace(fault.old, fault.new), encoding="utf-8")
+
+
+def nbval(folder: Path, notebook: str) -> subprocess.CompletedProcess:
+    """Run a copied notebook against the copied package, up to its first failing cell."""
+    command = [sys.executable, "-m", "pytest", "--nbval", "--nbval-current-env", "-x", "-q"]
+    return subprocess.run(
+        [*command, "-p", "no:cacheprovider", f"notebooks/{notebook}"],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.what)
+def test_a_fault_in_the_package_turns_its_notebook_red(fault, tmp_path):
+    copy_clone(ROOT, fault.notebook, tmp_path)
+    put(fault, tmp_path)
+    done = nbval(tmp_path, fault.notebook)
+    assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout
+    assert "1 failed" in done.stdout
+
+
+@pytest.mark.parametrize("notebook", sorted({fault.notebook for fault in FAULTS}))
+def test_without_a_fault_the_same_notebook_is_green(notebook, tmp_path):
+    copy_clone(ROOT, notebook, tmp_path)
+    done = nbval(tmp_path, notebook)
+    assert done.returncode == 0, done.stdout
+
+
+def test_the_harness_itself_sees_a_fault(tmp_path):
+    clone, copy = tmp_path / "clone", tmp_path / "copy"
+    for part in ("nanoserve", "diagrams", "notebooks"):
+        (clone / part).mkdir(parents=True)
+    (clone / "nanoserve/__init__.py").touch()
+    (clone / "nanoserve/weights.py").write_text("def double(x):\n    return 2 * x\n")
+    shutil.copy(ROOT / "notebooks/conftest.py", clone / "notebooks")
+    output = new_output("execute_result", {"text/plain": "6"}, execution_count=1)
+    source = "from nanoserve.weights import double\ndouble(3)"
+    cell = new_code_cell(source, execution_count=1, outputs=[output])
+    nbformat.write(new_notebook(cells=[cell]), clone / "notebooks/day.ipynb")
+
+    copy_clone(clone, "day.ipynb", copy)
+    assert nbval(copy, "day.ipynb").returncode == 0
+    put(Fault("half", "nanoserve/weights.py", "2 * x", "3 * x", "day.ipynb"), copy)
+    done = nbval(copy, "day.ipynb")
+    assert done.returncode == 1
+    assert "mismatch 'text/plain'" in done.stdout

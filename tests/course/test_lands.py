@@ -1,0 +1,236 @@
+"""Lands cells: what is read from them, what is compared, what must land."""
+
+from pathlib import Path
+
+import pytest
+
+from nanoserve.course import lands
+
+ENGINE = '''"""Layers."""
+
+import torch
+
+__all__ = ["norm"]
+LIMIT: int = 3
+
+
+def norm(x):
+    """Scale x."""
+    # the mean, not the sum
+    return x / LIMIT
+
+
+@decorated
+class Model:
+    """A model."""
+
+    size: int = 2
+
+    def forward(self, x):
+        return norm(x)
+
+    @property
+    def depth(self):
+        return 1
+'''
+
+TWIN = '''# %% [markdown]
+# # Day 1
+
+# %%
+# lands in nanoserve/layers.py
+LIMIT: int = 3
+
+
+def norm(x):
+    """Scale x."""
+    # the mean, not the sum
+    return x / LIMIT
+
+
+# %% [markdown]
+# text
+
+# %% jupyter={"source_hidden": true}
+# lands in nanoserve/layers.py
+@decorated
+class Model:
+    """A model."""
+
+    size: int = 2
+
+    def forward(self, x):
+        return norm(x)
+
+
+# %%
+# lands in nanoserve/layers.py
+class Model(Model):
+    @property
+    def depth(self):
+        return 1
+'''
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """A clone of one engine file and one day, in step."""
+    (tmp_path / "nanoserve/course").mkdir(parents=True)
+    (tmp_path / "notebooks/source").mkdir(parents=True)
+    (tmp_path / "nanoserve/layers.py").write_text(ENGINE)
+    (tmp_path / "notebooks/source/day01_layers.py").write_text(TWIN)
+    return tmp_path
+
+
+def edit(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert text.count(old) == 1
+    path.write_text(text.replace(old, new))
+
+
+def engine(clone: Path) -> Path:
+    return clone / "nanoserve/layers.py"
+
+
+def day(clone: Path, number: int = 1) -> Path:
+    return clone / f"notebooks/source/day{number:02}_layers.py"
+
+
+def test_this_repository_lands_every_definition_once():
+    assert lands.problems() == []
+
+
+def test_a_clone_in_step_has_no_problems(clone):
+    assert lands.problems(clone) == []
+
+
+def test_a_file_gives_functions_constants_class_heads_and_methods():
+    found = lands.definitions(ENGINE, "layers.py")
+    assert list(found) == ["LIMIT", "norm", "Model", "Model.forward", "Model.depth"]
+    assert (
+        found["Model"].text == '@decorated\nclass Model:\n    """A model."""\n\n    size: int = 2'
+    )
+    assert found["Model.depth"].text.startswith("    @property")
+
+
+def test_a_class_without_fields_keeps_a_class_line_of_many_lines():
+    source = "class A(\n    B,\n):\n    # about f\n    def f(self): ...\n"
+    assert lands.definitions(source, "x")["A"].text == "class A(\n    B,\n):"
+
+
+def test_imports_alone_in_a_try_are_no_definition_but_a_fallback_is():
+    source = "try:\n    import triton\nexcept ImportError:\n    triton = None\n"
+    assert list(lands.definitions(source, "x")) == ["triton"]
+    assert not lands.definitions("try:\n    import a\nexcept ImportError:\n    import b\n", "x")
+    assert not lands.definitions("if TYPE_CHECKING:\n    X = 1\n", "x")
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("# the mean, not the sum", "# the sum"),
+        ("Scale x.", "Scale."),
+        ("size: int = 2", "size: int = 4"),
+        ("@decorated\n", ""),
+        ("LIMIT: int = 3", "LIMIT = 3"),
+        ("    @property\n", ""),
+    ],
+    ids=["comment", "docstring", "field", "decorator", "constant", "method"],
+)
+def test_one_changed_word_is_found_and_make_sync_mends_it(clone, old, new):
+    edit(engine(clone), old, new)
+    (problem,) = lands.problems(clone)
+    assert "day01_layers, code cell" in problem
+    assert "differs from nanoserve/layers.py" in problem
+    day(clone).write_text(lands.rewrite(day(clone).read_text(), "day01_layers", clone))
+    assert lands.problems(clone) == []
+
+
+def test_rewriting_what_is_in_step_changes_nothing():
+    for twin in lands.twins():
+        text = twin.read_text(encoding="utf-8")
+        assert lands.rewrite(text, twin.stem) == text
+
+
+def test_a_new_definition_must_land(clone):
+    engine(clone).write_text(ENGINE + "\n\n_hidden = 1\n")
+    assert lands.problems(clone) == ["nanoserve/layers.py: _hidden lands in no notebook"]
+
+
+def test_a_new_method_must_land(clone):
+    engine(clone).write_text(ENGINE + "\n    def width(self): ...\n")
+    assert lands.problems(clone) == ["nanoserve/layers.py: Model.width lands in no notebook"]
+
+
+def test_nothing_lands_twice(clone):
+    day(clone, 2).write_text("# %%\n# lands in nanoserve/layers.py\nLIMIT: int = 3\n")
+    (problem,) = lands.problems(clone)
+    assert problem == (
+        "nanoserve/layers.py: LIMIT lands twice: "
+        "day01_layers, code cell 1 (line 5) and day02_layers, code cell 1 (line 2)"
+    )
+
+
+def test_a_definition_that_the_package_lacks_is_named(clone):
+    edit(engine(clone), "LIMIT: int = 3\n", "")
+    assert lands.problems(clone) == [
+        "day01_layers, code cell 1 (line 5): nanoserve/layers.py has no LIMIT"
+    ]
+
+
+def test_a_lands_cell_holds_definitions_only(clone):
+    edit(day(clone), "LIMIT: int = 3\n", "LIMIT: int = 3\nprint(LIMIT)\n")
+    assert "this is no definition: print(LIMIT)" in lands.problems(clone)[0]
+
+
+def test_a_piece_of_a_class_holds_methods_only(clone):
+    edit(day(clone), "class Model(Model):\n", "class Model(Model):\n    width: int = 1\n")
+    assert "may hold methods only" in lands.problems(clone)[0]
+
+
+# until day N
+
+
+UNTIL = "# %%\n# until day 1: lands in nanoserve/layers.py\ndef norm(x):\n    return x\n"
+
+
+def test_until_a_later_day_a_cell_is_not_compared(clone):
+    day(clone, 0).write_text(UNTIL)
+    assert lands.problems(clone) == []
+    assert lands.rewrite(UNTIL, "day00_layers", clone) == UNTIL
+
+
+def test_the_day_that_until_names_must_land_it(clone):
+    day(clone, 0).write_text(UNTIL.replace("def norm", "def other"))
+    assert lands.problems(clone) == [
+        "day00_layers, code cell 1 (line 2): day 1 lands no other in nanoserve/layers.py"
+    ]
+
+
+def test_until_names_a_later_day(clone):
+    day(clone, 3).write_text(UNTIL)
+    assert lands.problems(clone) == [
+        "day03_layers, code cell 1 (line 2): until day 1 is not later than its own day"
+    ]
+
+
+# untaught.txt
+
+
+def untaught(clone: Path, text: str) -> None:
+    (clone / "nanoserve/course/untaught.txt").write_text(text)
+
+
+def test_what_is_listed_as_untaught_need_not_land(clone):
+    engine(clone).write_text(ENGINE + "\n\nclass Later:\n    def f(self): ...\n")
+    untaught(clone, "nanoserve/layers.py: Later  # day 9\n")
+    assert lands.problems(clone) == []
+
+
+def test_the_list_only_shrinks(clone):
+    untaught(clone, "nanoserve/layers.py: norm  # day 1\nnanoserve/layers.py: gone\n")
+    assert lands.problems(clone) == [
+        "untaught.txt: nanoserve/layers.py has no gone; take the line off the list",
+        "untaught.txt: nanoserve/layers.py: norm lands in day01_layers, code cell 1 (line 5); "
+        "take it off the list",
+    ]

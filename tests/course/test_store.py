@@ -1,0 +1,229 @@
+"""The learner's folder: copied, never overwritten, and never in the way."""
+
+import json
+import os
+import sys
+
+import pytest
+
+from nanoserve.course import store
+from nanoserve.course.curriculum import DAYS, find
+from nanoserve.course.exercise import CourseError
+from nanoserve.course.source import CannotSave, module_source, source_of
+from nanoserve.course.store import Progress
+
+
+def _notebook(*cells):
+    return json.dumps({"cells": list(cells), "metadata": {}, "nbformat": 4, "nbformat_minor": 5})
+
+
+def _code(source, tags=()):
+    outputs = [{"output_type": "stream", "name": "stdout", "text": "42"}]
+    return {
+        "cell_type": "code",
+        "source": source,
+        "outputs": outputs,
+        "execution_count": 3,
+        "metadata": {"tags": list(tags)},
+    }
+
+
+@pytest.fixture
+def clone(tmp_path, monkeypatch):
+    """A clone with Days 1 and 2 out, as the current folder."""
+    monkeypatch.delenv("NANOSERVE_WORK", raising=False)
+    root = tmp_path / "clone"
+    (root / "notebooks").mkdir(parents=True)
+    (root / "nanoserve").mkdir()
+    text = _notebook(_code("1 + 1"), _code("picture", ["keep"]))
+    for name in ("day01_oracle.ipynb", "day02_weights.ipynb"):
+        (root / "notebooks" / name).write_text(text, encoding="utf-8")
+    monkeypatch.chdir(root)
+    return root
+
+
+def test_start_copies_what_is_out_without_outputs_but_for_kept_ones(clone):
+    copied = store.start()
+    assert [path.name for path in copied] == ["day01_oracle.ipynb", "day02_weights.ipynb"]
+    plain, kept = json.loads((clone / "work/day01_oracle.ipynb").read_text())["cells"]
+    assert plain["outputs"] == []
+    assert plain["execution_count"] is None
+    assert kept["outputs"][0]["text"] == "42"
+
+
+def test_start_never_touches_a_copy_that_is_there(clone):
+    store.start(1)
+    mine = clone / "work/day01_oracle.ipynb"
+    mine.write_text("my work", encoding="utf-8")
+    assert store.start("day01") == []
+    assert mine.read_text() == "my work"
+
+
+def test_start_works_from_within_work(clone, monkeypatch):
+    store.start(1)
+    monkeypatch.chdir(clone / "work")
+    assert store.start(2)[0] == clone / "work/day02_weights.ipynb"
+
+
+def test_reset_keeps_the_old_copy_beside_the_fresh_one(clone):
+    assert store.reset(2)[1] is None
+    path = clone / "work/day02_weights.ipynb"
+    for number in (1, 2):
+        path.write_text(f"try {number}", encoding="utf-8")
+        fresh, kept = store.reset("2")
+        assert fresh == path
+        assert kept.name == f"day02_weights.{number}.ipynb"
+        assert kept.read_text() == f"try {number}"
+        assert json.loads(path.read_text())["nbformat"] == 4
+
+
+@pytest.mark.parametrize("day", [31, "x", "day99", -1, ""])
+def test_an_unknown_day_is_named(clone, day):
+    with pytest.raises(CourseError, match="there is no day"):
+        store.start(day)
+
+
+def test_a_day_that_is_not_out_is_named(clone):
+    with pytest.raises(CourseError, match=r"day 14 \(A pool of blocks\) is not out yet"):
+        store.start(14)
+
+
+def test_outside_of_a_clone_there_is_nothing_to_copy(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(store, "PACKAGE", tmp_path / "site-packages/nanoserve")
+    with pytest.raises(CourseError, match="inside a clone"):
+        store.start()
+
+
+def test_a_damaged_notebook_is_named_and_nothing_is_copied(clone):
+    (clone / "notebooks/day01_oracle.ipynb").write_text("{", encoding="utf-8")
+    with pytest.raises(CourseError, match=r"day01_oracle\.ipynb cannot be read"):
+        store.start(1)
+    assert not (clone / "work").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_one_sentence(clone):
+    (clone / "work").write_text("a file in the way", encoding="utf-8")
+    with pytest.raises(CourseError, match="cannot write"):
+        store.start(1)
+
+
+def test_status_tells_each_day(clone, work, toy):
+    store.start(1)
+    progress = Progress.load()
+    progress.add_passed(4, "double")
+    progress.save()
+    rows = store.status()
+    assert [row.info.number for row in rows] == list(range(len(DAYS)))
+    assert (rows[1].words, rows[2].words, rows[14].words) == ("started", "open", "not out yet")
+    assert (rows[4].passed, rows[4].total) == (("double",), 3)
+    assert " ".join(str(rows[4]).split()) == "day 4 RMSNorm and RoPE 1 of 3 not out yet"
+
+
+def test_a_failed_write_leaves_the_old_file_whole(work, monkeypatch):
+    path = work / "progress.json"
+    store.write_atomically(path, "old")
+
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(CourseError, match="No space left"):
+        store.write_atomically(path, "new")
+    assert [p.name for p in work.iterdir()] == ["progress.json"]
+    assert path.read_text() == "old"
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"passed": {}}', '{"passed": 3, "predictions": {}}'])
+def test_a_damaged_progress_file_is_set_aside_and_said(work, text):
+    for number in ("", ".1"):
+        store.write_atomically(work / "progress.json", text)
+        progress = Progress.load()
+        assert f"progress.corrupt{number}.json" in progress.trouble
+        assert progress.passed(2) == []
+    assert not (work / "progress.json").exists()
+
+
+def test_progress_round_trips(work):
+    progress = Progress.load()
+    progress.add_passed(2, "unpermute")
+    progress.add_passed(2, "unpermute")
+    progress.set_guess(1, "speedup", 8.0)
+    progress.save()
+    again = Progress.load()
+    assert again.passed(2) == ["unpermute"]
+    assert again.guess(1, "speedup") == 8.0
+    assert again.trouble == ""
+
+
+@pytest.mark.parametrize("asked", [2, "2", "02", "day02", "Day2", "day02_weights", "day2.ipynb"])
+def test_a_day_is_found_by_any_of_its_names(asked):
+    assert find(asked).number == 2
+
+
+# The source of an answer.
+
+HELPERS = """
+import math
+import torch
+import torch.nn.functional as F
+from dataclasses import dataclass
+from torch import Tensor
+SCALE = 2.5
+DTYPE = torch.float32
+TABLE = {"a": [1, 2]}
+unused = torch.zeros(3)
+x = torch.ones(2)
+
+@dataclass
+class Pair:
+    left: float
+    right: float = SCALE
+
+def twice(v):
+    return 2 * v
+
+def helper(v: Tensor) -> Tensor:
+    return twice(F.relu(v)) * math.pi
+"""
+
+
+def test_an_answer_s_source_brings_all_that_it_uses_and_no_more(cell):
+    space = {"__name__": "__main__"}
+    cell(HELPERS, space)
+    made = cell(
+        "@torch.no_grad()\ndef answer(x: Tensor, pair=Pair(1.0), scale: float = SCALE) -> Tensor:\n"
+        "    unused = [helper(x) for _ in range(2)]\n"
+        "    return (sum(unused) * scale * pair.right).to(DTYPE) + TABLE['a'][1]\n",
+        space,
+    ).answer
+    text = module_source(made)
+    assert "unused = torch" not in text
+    alone = {"__name__": "alone"}
+    exec(compile(text, "alone", "exec"), alone)
+    value = sys.modules["torch"].tensor([1.0, -2.0])
+    assert alone["answer"](value).equal(made(value))
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        ("weights = torch.zeros(3)\ndef f(x):\n    return x + weights", "`weights`, a Tensor"),
+        ("f = lambda x: x", "is a lambda"),
+        ("def make(n):\n    def f(x):\n        return x + n\n    return f\nf = make(2)", "inside"),
+    ],
+)
+def test_an_answer_that_cannot_stand_alone_says_why(cell, source, why):
+    with pytest.raises(CannotSave, match=why):
+        module_source(cell("import torch\n" + source).f)
+
+
+def test_source_is_found_beside_ipython_s_own_lines(cell):
+    file = next(iter(cell("def f():\n    return 1\n").f.__code__.co_filename for _ in "1"))
+    import linecache
+
+    lines = ["%time 1\n", "!ls\n", "f?\n", *linecache.cache[file][2]]
+    linecache.cache[file] = (0, None, lines, file)
+    made = {}
+    exec(compile("\n\n\n" + "".join(lines[3:]), file, "exec"), made)
+    assert source_of(made["f"]) == "def f():\n    return 1\n"

@@ -1,0 +1,291 @@
+"""Each piece of a block, against torch's own, against transformers, or against a closed form."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama import modeling_llama
+
+from nanoserve.config import parse_config
+from nanoserve.layers import (
+    QUERY_TILE,
+    apply_rope,
+    block,
+    gqa_attention,
+    rms_norm,
+    rope_frequencies,
+    rope_tables,
+    rotate_half,
+    sdpa,
+    swiglu,
+)
+from tests.checkpoints import KINDS, LLAMA3, SHAPES, random_model
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+def config_of(family: str = "llama", **changes):
+    return parse_config(SHAPES | {"model_type": family} | changes)
+
+
+# norm and MLP
+
+
+def test_rms_norm_is_the_formula():
+    x, weight = torch.randn(2, 5, 12), torch.randn(12)
+    expected = x / (x.pow(2).mean(-1, keepdim=True) + 0.1).sqrt() * weight
+    torch.testing.assert_close(rms_norm(x, weight, 0.1), expected, atol=1e-6, rtol=1e-5)
+
+
+def test_rms_norm_takes_the_mean_in_float32():
+    x = torch.full((1, 64), 300.0, dtype=torch.float16)  # 300² is past float16's largest number
+    assert torch.equal(rms_norm(x, torch.ones(64).half(), 1e-6), torch.ones(1, 64).half())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_rms_norm_equals_transformers_and_leaves_its_input(dtype):
+    x, theirs = torch.randn(2, 5, 12).to(dtype), modeling_llama.LlamaRMSNorm(12, eps=1e-3).to(dtype)
+    theirs.weight.data = torch.randn(12).to(dtype)
+    before = x.clone()
+    ours = rms_norm(x, theirs.weight.data, 1e-3)
+    assert ours.dtype == dtype
+    assert torch.equal(ours, theirs(x))
+    assert torch.equal(x, before)
+
+
+def test_swiglu_is_the_formula_and_tells_gate_from_up():
+    x, gate, up = torch.randn(2, 5, 6), torch.randn(10, 6), torch.randn(10, 6)
+    down = torch.randn(6, 10)
+    before = x.clone()
+    h = x @ gate.T
+    expected = (h / (1 + torch.exp(-h)) * (x @ up.T)) @ down.T
+    torch.testing.assert_close(swiglu(x, gate, up, down), expected, atol=1e-5, rtol=1e-5)
+    assert (swiglu(x, up, gate, down) - expected).abs().max() > 0.1
+    assert torch.equal(x, before)
+
+
+# RoPE
+
+
+def test_rotate_half_turns_each_pair_by_a_right_angle():
+    x = torch.tensor([1.0, 2, 3, 10, 20, 30])
+    assert rotate_half(x).tolist() == [-10, -20, -30, 1, 2, 3]
+    assert torch.equal(rotate_half(rotate_half(x)), -x)
+
+
+def test_rope_is_a_complex_rotation_of_each_pair():
+    x, config = torch.randn(1, 6, 5, 8), config_of()
+    cos, sin = rope_tables(config, 5)
+    pairs = torch.complex(x[..., :4], x[..., 4:])
+    angles = torch.arange(5)[:, None] * 10_000.0 ** (-torch.arange(4) / 4)
+    turned = pairs * torch.polar(torch.ones_like(angles), angles)
+    expected = torch.cat([turned.real, turned.imag], -1)
+    torch.testing.assert_close(apply_rope(x, cos, sin), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_rope_makes_a_score_depend_on_the_distance_alone():
+    q, k = torch.randn(8, dtype=torch.float64), torch.randn(8, dtype=torch.float64)
+    cos, sin = rope_tables(config_of(), 50)
+
+    def score(i: int, j: int) -> float:
+        turned = (apply_rope(x, cos[p], sin[p]) for x, p in ((q, i), (k, j)))
+        return float(torch.dot(*turned))
+
+    assert math.isclose(score(7, 3), score(44, 40), abs_tol=1e-4)
+    assert not math.isclose(score(7, 3), score(7, 4), abs_tol=1e-2)
+
+
+@pytest.mark.parametrize("theta", [10_000.0, 500_000.0])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_frequencies_equal_those_of_transformers(theta, scaled):
+    rope = LLAMA3 | {"rope_theta": theta, "original_max_position_embeddings": 32}
+    rope = rope if scaled else {"rope_type": "default", "rope_theta": theta}
+    theirs = random_model(head_dim=20, rope_parameters=rope).model.rotary_emb.inv_freq
+    ours = rope_frequencies(config_of(head_dim=20, rope_parameters=rope))
+    assert ours.shape == (10,)
+    torch.testing.assert_close(ours, theirs, atol=0, rtol=1e-6)
+
+
+def test_llama3_scaling_keeps_short_waves_slows_long_ones_and_blends_between():
+    rope = LLAMA3 | {"original_max_position_embeddings": 8192, "factor": 32.0}
+    config = config_of(head_dim=64, rope_parameters=rope)
+    plain = 500_000.0 ** (-torch.arange(32) / 32)
+    ratio = rope_frequencies(config) / plain
+    wavelength = 2 * math.pi / plain
+    torch.testing.assert_close(ratio[wavelength < 8192 / 4], torch.ones(15))
+    slowed = ratio[wavelength > 8192]
+    torch.testing.assert_close(slowed, torch.full_like(slowed, 1 / 32))
+    between = ratio[(wavelength > 8192 / 4) & (wavelength < 8192)]
+    assert len(between) >= 3
+    assert ((between > 1 / 32) & (between < 1)).all()
+    theirs, _ = ROPE_INIT_FUNCTIONS["llama3"](
+        random_model(head_dim=64, rope_parameters=rope).config, "cpu"
+    )
+    torch.testing.assert_close(rope_frequencies(config), theirs, atol=0, rtol=1e-6)
+
+
+@pytest.mark.parametrize("position", [15_962, 16_000, 16_383])
+def test_angles_far_out_are_exact_whatever_the_models_dtype(position):
+    """In bfloat16 position 15,962 is 15,936: the fastest pair would be 26 radians off."""
+    config = config_of(head_dim=64, max_position_embeddings=16_384)
+    cos, sin = rope_tables(config, 16_384)
+    assert (cos.dtype, cos.shape) == (torch.float32, (16_384, 64))
+    angles = position * 10_000.0 ** (-torch.arange(32, dtype=torch.float64) / 32)
+    expected = torch.cat([angles, angles])
+    torch.testing.assert_close(cos[position].double(), expected.cos(), atol=2e-3, rtol=0)
+    torch.testing.assert_close(sin[position].double(), expected.sin(), atol=2e-3, rtol=0)
+    x = torch.randn(64)
+    exact = x.double() * expected.cos() + rotate_half(x.double()) * expected.sin()
+    turned = apply_rope(x.bfloat16(), cos[position], sin[position])
+    assert turned.dtype == torch.bfloat16
+    torch.testing.assert_close(turned.double(), exact, atol=0.03, rtol=0.01)
+
+
+# attention
+
+
+def torch_sdpa(q, k, v, scale=None):
+    """torch's own, with the causal mask in the bottom right corner."""
+    seq_q, seq_total = q.shape[2], k.shape[2]
+    mask = torch.ones(seq_q, seq_total, dtype=torch.bool).tril(seq_total - seq_q)
+    return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=True)
+
+
+LENGTHS = [(1, 1), (1, 7), (5, 5), (3, 8), (127, 127), (128, 128), (129, 129), (130, 301)]
+LENGTHS += [(QUERY_TILE, 2 * QUERY_TILE), (2 * QUERY_TILE + 1, 2 * QUERY_TILE + 4), (1, 300)]
+
+
+@pytest.mark.parametrize(("seq_q", "seq_total"), LENGTHS)
+@pytest.mark.parametrize(("n_q", "n_kv"), [(6, 2), (6, 6), (3, 1)])
+def test_attention_equals_torchs_own_at_every_length(seq_q, seq_total, n_q, n_kv):
+    q = torch.randn(2, n_q, seq_q, 8)
+    k, v = torch.randn(2, 2, n_kv, seq_total, 8)
+    ours = sdpa(q, k, v)
+    assert ours.shape == q.shape
+    torch.testing.assert_close(ours, torch_sdpa(q, k, v), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("scale", [0.05, 1.0])
+def test_a_scale_of_ones_own(scale):
+    q, k, v = torch.randn(1, 6, 5, 8), torch.randn(1, 2, 7, 8), torch.randn(1, 2, 7, 8)
+    expected = torch_sdpa(q, k, v, scale)
+    torch.testing.assert_close(sdpa(q, k, v, scale), expected, atol=1e-5, rtol=1e-4)
+    assert (sdpa(q, k, v) - expected).abs().max() > 0.01
+
+
+def test_attention_leaves_its_inputs():
+    tensors = torch.randn(1, 6, 5, 8), torch.randn(1, 2, 7, 8), torch.randn(1, 2, 7, 8)
+    before = [t.clone() for t in tensors]
+    sdpa(*tensors)
+    assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
+
+
+@pytest.mark.parametrize("seq", [6, 131, 260])
+def test_a_poked_future_token_changes_nothing_before_it(seq):
+    q, k, v = torch.randn(1, 6, seq, 8), torch.randn(1, 2, seq, 8), torch.randn(1, 2, seq, 8)
+    before = sdpa(q, k, v)
+    for poked in (1, seq // 2, seq - 1):
+        k2, v2 = k.clone(), v.clone()
+        k2[:, :, poked], v2[:, :, poked] = 50.0, 1e4
+        after = sdpa(q, k2, v2)
+        assert torch.equal(after[:, :, :poked], before[:, :, :poked])
+        assert (after[:, :, poked] != before[:, :, poked]).any(-1).all()
+
+
+def test_a_tile_never_touches_keys_after_its_last_query():
+    """NaN times a weight of zero is NaN: a read beyond would show."""
+    seq = 2 * QUERY_TILE
+    q, k, v = torch.randn(1, 2, seq, 8), torch.randn(1, 1, seq, 8), torch.randn(1, 1, seq, 8)
+    v[:, :, QUERY_TILE:] = torch.nan
+    assert not sdpa(q, k, v)[:, :, :QUERY_TILE].isnan().any()
+
+
+def test_large_scores_do_not_overflow_in_half_precision():
+    q, k = (torch.full((1, 2, 3, 8), 30.0, dtype=torch.float16) for _ in range(2))
+    v = torch.randn(1, 2, 3, 8).half()
+    torch.testing.assert_close(sdpa(q, k, v)[:, :, 2], v.float().mean(2).half(), atol=2e-3, rtol=0)
+
+
+def test_each_query_head_reads_its_groups_kv_head():
+    """Values that are their KV head's number come out as that number."""
+    v = torch.arange(3.0).view(1, 3, 1, 1).expand(1, 3, 4, 8)
+    out = sdpa(torch.randn(1, 6, 4, 8), torch.randn(1, 3, 4, 8), v)
+    heads = out[0, :, 0, 0]
+    torch.testing.assert_close(heads, torch.tensor([0.0, 0, 1, 1, 2, 2]))
+
+
+# attention and block against transformers
+
+
+def layer_of(model, i: int) -> dict[str, torch.Tensor]:
+    return dict(model.model.layers[i].state_dict())
+
+
+def their_layer(model, x, part: str):
+    """(what layer 1 of a transformers model, or its attention alone, makes of x, our tables)."""
+    seq = x.shape[1]
+    embeddings = model.model.rotary_emb(x, torch.arange(seq)[None])
+    mask = torch.full((seq, seq), -torch.inf).triu(1)[None, None]
+    layer = model.model.layers[1]
+    module = layer.self_attn if part == "attention" else layer
+    with torch.no_grad():
+        out = module(x, attention_mask=mask, position_embeddings=embeddings)
+    return out[0] if isinstance(out, tuple) else out
+
+
+@pytest.mark.parametrize("part", ["attention", "block"])
+@pytest.mark.parametrize("kind", [k for k in KINDS if "tied" not in k])
+def test_a_layer_equals_that_of_transformers(kind, part):
+    model = random_model(kind)
+    config, x = parse_config(model.config.to_dict()), torch.randn(2, 5, 48)
+    ours = gqa_attention if part == "attention" else block
+    theirs = their_layer(model, x, part)
+    result = ours(x, layer_of(model, 1), *rope_tables(config, 5), config)
+    torch.testing.assert_close(result, theirs, atol=1e-5 * float(theirs.abs().max()), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "change"),
+    [
+        (
+            "KV heads swapped",
+            lambda w: {"self_attn.k_proj.weight": w["self_attn.k_proj.weight"].roll(8, 0)},
+        ),
+        (
+            "value heads swapped",
+            lambda w: {"self_attn.v_proj.weight": w["self_attn.v_proj.weight"].roll(8, 0)},
+        ),
+        (
+            "gate and up swapped",
+            lambda w: {
+                "mlp.gate_proj.weight": w["mlp.up_proj.weight"],
+                "mlp.up_proj.weight": w["mlp.gate_proj.weight"],
+            },
+        ),
+        (
+            "norms swapped",
+            lambda w: {"input_layernorm.weight": w["post_attention_layernorm.weight"]},
+        ),
+        (
+            "interleaved rows",
+            lambda w: {
+                "self_attn.q_proj.weight": w["self_attn.q_proj.weight"]
+                .view(6, 2, 4, 48)
+                .transpose(1, 2)
+                .reshape(48, 48)
+            },
+        ),
+    ],
+)
+def test_weights_in_the_wrong_place_are_far_from_transformers(mistake, change):
+    """The gate above is no formality: the classical mistakes are far outside it."""
+    model = random_model()
+    config, x = parse_config(model.config.to_dict()), torch.randn(2, 5, 48)
+    theirs, layer = their_layer(model, x, "block"), layer_of(model, 1)
+    wrong = block(x, layer | change(layer), *rope_tables(config, 5), config)
+    assert (wrong - theirs).abs().max() > 0.01 * theirs.abs().max(), mistake
