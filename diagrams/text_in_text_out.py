@@ -41,7 +41,7 @@ def draw():
     fig, ax = canvas(
         540,
         "Text in, text out",
-        "A byte-level tokenizer knows every text: whatever you type is bytes, and it has all 256.",
+        "A byte-level tokenizer reads any script: whatever you type is bytes in the end.",
     )
     _encode(ax)
     _decode(ax)

@@ -49,7 +49,7 @@ class NaiveKVCache:
         return self._k[layer : layer + 1, :, :end], self._v[layer : layer + 1, :, :end]
 
     def _grow(self, needed: int, like: torch.Tensor) -> None:
-        """Move the history into strips at least twice as long, so that growth costs O(1) a token."""
+        """Move the history into strips at least twice as long: growth then costs O(1) a token."""
         if self._k is not None:
             needed = max(needed, 2 * self._capacity)
         self._capacity = max(needed, self._capacity)

@@ -1,9 +1,11 @@
 """The command line: `nanoserve fetch | generate | chat | bench | course | doctor`."""
 
 import os
+import platform
 import sys
 import time
 from enum import StrEnum
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated
 
@@ -40,7 +42,7 @@ Seed = Annotated[int | None, typer.Option(help="Makes a draw repeatable.")]
 
 @app.command()
 def fetch() -> None:
-    """Bring the model SmolLM2-135M-Instruct (93 MB) and convert it; does nothing when it is there."""
+    """Bring the model SmolLM2-135M-Instruct (93 MB) and convert it, unless it is there."""
     from nanoserve.fetch import fetch as bring
 
     typer.echo(bring())
@@ -59,8 +61,9 @@ def generate(
 ) -> None:
     """Continue a text, as it is (no chat template)."""
     llm, params = _start(model, dtype, device, max_tokens, temperature, top_p, seed)
+    stream = llm.stream(prompt, params)  # refuses a bad prompt before anything is printed
     typer.echo(prompt, nl=False)
-    _show(llm.stream(prompt, params))
+    _show(stream)
 
 
 @app.command()
@@ -113,9 +116,7 @@ def _start(
 
     from nanoserve import LLM, SamplingParams
 
-    params = SamplingParams(
-        max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed
-    )
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
     return LLM(model, getattr(torch, dtype.value), _device(device)), params
 
 
@@ -151,15 +152,101 @@ def _show(stream) -> None:
 @app.command()
 def doctor() -> None:
     """Say what this machine has and what would run; quote it in a bug report."""
-    from nanoserve.doctor import report
-
     for key, value in report():
-        typer.echo(f"{key:<14} {value}")
+        typer.echo(f"{key:<16} {value}")
+
+
+def report() -> list[tuple[str, str]]:
+    """What `nanoserve doctor` prints, line by line; paths are shortened to the home folder."""
+    import torch
+
+    from nanoserve import fetch
+
+    packages = ("nanoserve", "torch", "triton", "transformers", "tokenizers", "gguf", "numpy")
+    folder = str(fetch.model_folder()).replace(str(Path.home()), "~")
+    whole = "whole" if fetch.is_whole() else "not there or not whole: run `nanoserve fetch`"
+    return [
+        ("Python", platform.python_version()),
+        ("platform", f"{platform.system()} {platform.machine()}"),
+        *((name, _version(name)) for name in packages),
+        ("device", _best_device()),
+        ("threads", str(torch.get_num_threads())),
+        ("attention runs", "as PyTorch operations: the kernel comes with Day 23"),
+        ("model", f"{folder} ({whole})"),
+    ]
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _best_device() -> str:
+    import torch
+
+    if torch.cuda.is_available():
+        major, minor = torch.cuda.get_device_capability()
+        return f"cuda: {torch.cuda.get_device_name()}, capability {major}.{minor}"
+    return "mps" if torch.backends.mps.is_available() else "cpu"
+
+
+@bench_app.command("decode")
+def bench_decode(
+    model: Model = "smollm2",
+    context: Annotated[list[int] | None, typer.Option(help="Tokens of prompt; repeatable.")] = None,
+    tokens: Annotated[int, typer.Option(help="Tokens generated in each run.", min=2)] = 8,
+    rounds: Annotated[int, typer.Option(help="Runs of each path; they take turns.", min=1)] = 3,
+    cache: Annotated[
+        bool, typer.Option(help="With the KV cache, or recomputing everything.")
+    ] = True,
+    dtype: DTypeOption = DType.float32,
+) -> None:
+    """Time our loop beside transformers' generate: same weights, same tokens, one run."""
+    import torch
+
+    from nanoserve import load_model, load_tokenizer
+    from nanoserve.bench import decode, timing
+    from nanoserve.oracle import load_oracle
+
+    kind = getattr(torch, dtype.value)
+    engine, oracle = load_model(model, kind), load_oracle(model, kind)
+    sentence = load_tokenizer(model).encode("One day at the harbour, the gulls and the boats. ")
+    prompts = [(sentence * (1 + n // len(sentence)))[:n] for n in context or (64, 256, 1024)]
+    paths = {
+        "nanoserve": decode.engine_path(engine, cache),
+        "transformers": decode.oracle_path(oracle, cache),
+    }
+    rows = decode.decode_benchmark(paths, "transformers", prompts, tokens, rounds)
+    roof = timing.read_bandwidth()
+    typer.echo(
+        f"cache {'on' if cache else 'off'}, {dtype.value}, {torch.get_num_threads()} threads, "
+        f"memory read at {roof / 1e9:.1f} GB/s"
+    )
+    for ours, theirs in zip(rows[::2], rows[1::2], strict=True):
+        moved = decode.bytes_per_token(engine.config, ours.context, kind)
+        for row in (ours, theirs):
+            line = (
+                f"{row.context:>6} tokens  {row.path:<12}  first {row.prefill * 1e3:8.1f} ms  "
+                f"then {row.decode * 1e3:8.2f} ms a token"
+            )
+            rate = moved / row.decode
+            typer.echo(
+                line
+                + (f"  {rate / 1e9:5.1f} GB/s, {rate / roof:4.0%} of the roof" if cache else "")
+            )
+        typer.echo(
+            f"{'':>14}speed over transformers: first token "
+            f"{theirs.prefill / ours.prefill:.2f}, decode {theirs.decode / ours.decode:.2f}"
+        )
 
 
 @course_app.command()
 def start(
-    day: Annotated[int | None, typer.Argument(help="Only this day; else all that are missing.")] = None,
+    day: Annotated[
+        int | None, typer.Argument(help="Only this day; else all that are missing.")
+    ] = None,
 ) -> None:
     """Copy the days that are not in work/ yet; a file that is there is never touched."""
     from nanoserve.course import store
@@ -175,7 +262,9 @@ def reset(day: Annotated[int, typer.Argument(help="The day to begin afresh.")]) 
     from nanoserve.course import store
 
     fresh, kept = store.reset(day)
-    typer.echo(f"{fresh.name} is fresh; yours is now {kept.name}" if kept else f"copied {fresh.name}")
+    typer.echo(
+        f"{fresh.name} is fresh; yours is now {kept.name}" if kept else f"copied {fresh.name}"
+    )
 
 
 @course_app.command()
@@ -188,7 +277,7 @@ def status() -> None:
 
 
 def main() -> None:
-    """Run the command line: a bad value is one clear line and exit code 2, Ctrl-C leaves quietly."""
+    """Run the command line: a bad value is one line and exit code 2, Ctrl-C leaves quietly."""
     try:
         app(standalone_mode=False)
     except typer.Exit as done:
@@ -201,8 +290,11 @@ def main() -> None:
     except BrokenPipeError:  # `nanoserve generate … | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
-    except (ValueError, RuntimeError) as error:
-        typer.echo(f"nanoserve: {error}", err=True)
+    except Exception as error:
+        usage = getattr(error, "format_message", None)  # click's, which newer typers carry inside
+        if usage is None and not isinstance(error, (ValueError, RuntimeError)):
+            raise
+        typer.echo(f"nanoserve: {usage() if usage else error}", err=True)
         sys.exit(2)
 
 

@@ -25,7 +25,7 @@ class Llama3Scaling:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of a decoder-only transformer. Sizes are counts of elements, the context of tokens."""
+    """The shape of a decoder-only transformer. Sizes count elements, the context tokens."""
 
     family: str
     vocab_size: int
@@ -128,7 +128,9 @@ def _refuse(hf: dict, family: str) -> None:
         raise UnsupportedModel("mlp_bias is not supported")
     if hf.get("quantization_config"):
         method = hf["quantization_config"].get("quant_method", "unnamed")
-        raise UnsupportedModel(f"quantization_config ({method}) is not supported; use float weights")
+        raise UnsupportedModel(
+            f"quantization_config ({method}) is not supported; use float weights"
+        )
     window = hf.get("sliding_window", 4096)  # transformers' own default, where it is switched on
     if window is not None and hf.get("use_sliding_window", family == "mistral"):
         raise UnsupportedModel(f"sliding_window {window} is not supported; supported: none")
@@ -141,7 +143,7 @@ def _refuse(hf: dict, family: str) -> None:
 
 
 def _rope(hf: dict) -> tuple[float, Llama3Scaling | None]:
-    """Read theta and scaling from rope_parameters (newer) or rope_theta and rope_scaling (older)."""
+    """Theta and scaling, from rope_parameters (newer) or rope_theta and rope_scaling (older)."""
     rope = {**(hf.get("rope_scaling") or {}), **(hf.get("rope_parameters") or {})}
     theta = float(rope.get("rope_theta", hf.get("rope_theta", 10_000.0)))
     kind = rope.get("rope_type", rope.get("type", "default"))

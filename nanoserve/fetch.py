@@ -72,12 +72,13 @@ def gguf_path() -> Path:
 
 
 def is_whole(folder: Path | None = None) -> bool:
-    """Whether the converted folder and its GGUF are there, every file of the size it was written."""
+    """Whether the converted folder and its GGUF are there, every file as large as was written."""
     folder = folder or model_folder()
     try:
         sizes = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        gguf = (folder.parent / SMOLLM2.gguf).stat().st_size == SMOLLM2.gguf_bytes
         files = all((folder / name).stat().st_size == size for name, size in sizes.items())
-        return files and (folder.parent / SMOLLM2.gguf).stat().st_size == SMOLLM2.gguf_bytes
+        return gguf and files and len(sizes) > 0
     except (OSError, ValueError, AttributeError, TypeError):  # not there, or not as it was written
         return False
 
@@ -90,8 +91,8 @@ def resolve(source: str | Path) -> Path:
     path = Path(source).expanduser()
     if source == "smollm2":
         return fetch()
-    if path.is_dir() or (path.suffix == ".gguf" and path.is_file()):
-        return path
+    if str(source) and (path.is_dir() or (path.suffix == ".gguf" and path.is_file())):
+        return path  # "" would be the folder one stands in
     if path.suffix == ".gguf" or isinstance(source, Path):
         raise ValueError(f"model {str(source)!r}: there is no such file or folder")
     owner, _, name = str(source).partition("/")

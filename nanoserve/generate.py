@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 
 import torch
@@ -73,10 +74,10 @@ class StopStrings:
         if self.found:
             return ""
         text = self._held + piece
-        starts = [text.find(stop) for stop in self._stops if stop in text]
-        if starts:
+        found = [(text.find(s) + len(s), text.find(s)) for s in self._stops if s in text]
+        if found:  # the first that is complete, so it never matters how the text came in pieces
             self.found, self._held = True, ""
-            return text[: min(starts)]
+            return text[: min(found)[1]]
         keep = self._undecided(text)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
@@ -103,7 +104,12 @@ class Stream:
     """Pieces of text as they can be shown; iterate once. Joined, they are completion.text."""
 
     def __init__(
-        self, model: Model, tokenizer: Tokenizer, ids: list[int], params: SamplingParams, cache: Cache | None
+        self,
+        model: Model,
+        tokenizer: Tokenizer,
+        ids: list[int],
+        params: SamplingParams,
+        cache: Cache | None,
     ) -> None:
         self.token_ids: list[int] = []
         self.text = ""
@@ -170,12 +176,12 @@ class LLM:
         prompts: str | Sequence[int] | Sequence[str | Sequence[int]],
         params: SamplingParams | None = None,
     ) -> list[Completion]:
-        """Complete one prompt or several; a prompt is text or token ids, which are used as they are.
+        """Complete one prompt or several; a prompt is text, or token ids, used as they are.
 
         Raises ValueError, before any work, for an empty prompt, one longer than the model's
         context, or an id outside the vocabulary.
         """
-        single = isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int))
+        single = isinstance(prompts, str) or (len(prompts) and not isinstance(prompts[0], Sequence))
         streams = [self.stream(prompt, params) for prompt in ([prompts] if single else prompts)]
         return [stream.completion for stream in streams]
 
@@ -199,6 +205,9 @@ class LLM:
         if isinstance(prompt, str):
             ids = self.tokenizer.prefix_ids + self.tokenizer.encode(prompt)
         else:
+            for i in prompt:
+                if isinstance(i, bool) or not isinstance(i, Integral):
+                    raise ValueError(f"a prompt is text or integer token ids, got {i!r} in it")
             ids = [int(i) for i in prompt]
         config = self.model.config
         if not ids:

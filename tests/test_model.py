@@ -58,6 +58,7 @@ def test_a_config_in_the_older_spelling_equals_transformers(tmp_path):
     assert apart(logits, reference_logits(theirs, ids_of(1, 60))) < TOLERANCE
 
 
+@pytest.mark.slow
 def test_the_real_model_equals_transformers_on_the_reference_prompts():
     ours = load_model()
     theirs = transformers.AutoModelForCausalLM.from_pretrained(

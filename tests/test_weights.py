@@ -329,6 +329,7 @@ def test_a_gguf_with_a_tensor_missing_surplus_or_misshapen_names_it(tmp_path):
 # the real model
 
 
+@pytest.mark.slow
 def test_the_converted_model_is_what_transformers_reads_from_the_gguf():
     folder = fetch()
     theirs = transformers.AutoModelForCausalLM.from_pretrained(

@@ -1,5 +1,6 @@
 """The decode benchmark: our loop, with a cache and without, beside transformers' generate."""
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from nanoserve.generate import generate_tokens
 from nanoserve.model import Model
 from nanoserve.oracle import Oracle
 from nanoserve.sampling import SamplingParams
+from nanoserve.weights import expected_shapes
 
 Path = Callable[[Sequence[int], int, Callable[[int], None]], list[int]]
 
@@ -89,11 +91,8 @@ def oracle_path(oracle: Oracle, cached: bool) -> Path:
 def bytes_per_token(config: ModelConfig, context: int, dtype: torch.dtype) -> int:
     """What one cached decode step must read: every weight once, and the history's keys and values.
 
-    A tied embedding counts once, as the head; the step looks up a single row of it.
+    The embedding is not read, but for a single row, and the head, tied to it or not, is as large.
     """
-    hidden, kv = config.hidden_size, config.n_kv * config.head_dim
-    attention = 2 * hidden * config.n_q * config.head_dim + 2 * hidden * kv
-    layer = attention + 3 * hidden * config.intermediate_size + 2 * hidden
-    history = 2 * context * kv
-    elements = config.num_layers * (layer + history) + hidden * (config.vocab_size + 1)
-    return elements * dtype.itemsize
+    weights = sum(map(math.prod, expected_shapes(config).values()))  # one embedding or head
+    history = config.num_layers * 2 * context * config.n_kv * config.head_dim
+    return (weights + history) * dtype.itemsize

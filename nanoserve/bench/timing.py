@@ -1,4 +1,4 @@
-"""The timing core. Its clock is an argument, so that its arithmetic is tested with a scripted one."""
+"""The timing core. Its clock is an argument, so that tests can script it."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -16,7 +16,7 @@ def median_times(
     warmup: int = 1,
     clock: Clock = time.perf_counter,
 ) -> dict[str, float]:
-    """Median seconds of each run. The runs take turns, so that a drifting machine hurts all alike."""
+    """Median seconds of each run. They take turns, so that a drifting machine hurts all alike."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(warmup + rounds):
         for name, run in runs.items():

@@ -86,7 +86,7 @@ shard: One of several files that a large checkpoint is cut into.
 tokenizer: The code and tables that turn text into token ids and back.
 UTF-8: The usual way to write text as bytes: one to four bytes per character.
 code point: The number that Unicode gives to one character.
-byte-level: Working on the bytes of the UTF-8 text, so that no text is ever unknown.
+byte-level: Working on the bytes of the UTF-8 text, so that any script can be read.
 BPE: Byte-pair encoding: start from bytes, and join the pair that training ranked first, again
     and again.
 merge: One rule of BPE: these two pieces, side by side, become one.
@@ -102,6 +102,44 @@ detokeniser: The way back from token ids to text. A streaming one holds back hal
 streaming: Showing text while it is being made, piece by piece.
 replacement character: The sign � that stands where bytes are no valid text.
 round trip: There and back: encode, then decode, and have the same text.
+""",
+    6: """
+softmax: It turns scores into shares: positive numbers that add up to 1, the largest score taking
+    most.
+attention weight: The share of its attention that a query gives to one key.
+causal mask: The rule that a token sees itself and what came before, never what comes after.
+MHA: Multi-head attention: a KV head of its own for each query head.
+MQA: Multi-query attention: one KV head for all query heads.
+attention sink: A token, mostly the first, that takes the attention which no other token needs.
+""",
+    7: """
+residual stream: The vector of a token that runs through the whole model; each part adds to it.
+decoder block: One layer: attention, then the MLP, each reading the stream and adding to it.
+pre-norm: A part reads a normed copy of the stream; the stream itself is never normed on its way.
+""",
+    8: """
+final norm: The norm between the last layer and the head: the only one that the stream itself
+    passes through.
+logit lens: Reading the stream after an early layer as if it were the last: what would the model
+    say by now?
+""",
+    9: """
+argmax: The place of the largest value: among logits, the id of the best token.
+end token: A token that ends the text when it is chosen, such as EOS; a model can have several.
+near tie: Two tokens whose logits are so close that rounding could change which one is best.
+""",
+    10: """
+distribution: The probabilities of all tokens; together they are 1.
+sampling: Choosing the next token at random, each with its probability.
+temperature: The number that logits are divided by before softmax: below 1 sharpens the choice,
+    above 1 flattens it.
+top-k: Keeping the k most probable tokens and removing all others.
+top-p: Keeping the fewest tokens that together hold the probability p; also called nucleus.
+min-p: Keeping the tokens that are at least p times as probable as the best one.
+logprob: The natural logarithm of a probability: 0 for certain, more negative for less likely.
+seed: The number that a random generator starts from; the same seed gives the same draws.
+repetition penalty: A factor that makes tokens less likely once they stand in the text.
+chi-square: A sum that grows with the distance between counts and what was expected of them.
 """,
 }
 

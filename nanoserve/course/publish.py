@@ -38,8 +38,8 @@ _BADGE = re.compile(r"(?m)^#\n# \[!\[Open in Colab\].*\n")
 
 
 def is_setup(source: str) -> bool:
-    """Whether a cell's source is a set-up cell, of whatever version."""
-    return source.startswith("# Set-up:")
+    """Whether a cell is a set-up cell, of whatever version, or the place kept for one."""
+    return source.startswith(("# Set-up:", "# (the set-up cell"))
 
 
 def stamped(root: Path = ROOT) -> str:

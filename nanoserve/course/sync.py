@@ -228,6 +228,8 @@ def problems(root: Path = ROOT, only: tuple[str, ...] = ()) -> list[str]:
                 found.append(f"{twin.stem}: has no notebook yet")
                 continue
             new = build(twin.read_text(encoding="utf-8"), old)
+            if next((k for k in _keys(new.cells) if k[0] == "code"), None) != ("code", "set-up"):
+                found.append(f"{twin.stem}: its first code cell is not the set-up cell")
             if code_changed(new, old):
                 found.append(f"{twin.stem}: its code changed since the notebook ran")
                 continue

@@ -119,7 +119,9 @@ class Oracle:
             use_cache=use_cache,
             streamer=None if on_token is None else _Streamer(on_token),
             pad_token_id=0,  # for batches; here only to keep generate from warning
-            **({} if stop else {"eos_token_id": -1}),
+            **(
+                {} if stop else {"eos_token_id": self.model.config.vocab_size}
+            ),  # one that never comes
         )
         return out[0, prompt.shape[1] :].tolist()
     @torch.no_grad()

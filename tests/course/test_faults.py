@@ -27,7 +27,43 @@ class Fault:
     notebook: str
 
 
-FAULTS: list[Fault] = []
+FAULTS = [
+    Fault(
+        "q and k left in the file's order",
+        "nanoserve/weights.py",
+        'return unpermute(values, heads) if heads and config.family == "llama" else values',
+        "return values",
+        "day02_weights.ipynb",
+    ),
+    Fault(
+        "half characters shown",
+        "nanoserve/tokenizer.py",
+        "return self._decoder.decode(self._tokenizer.token_bytes(token_id))",
+        "return self._tokenizer.token_bytes(token_id).decode(errors='replace')",
+        "day03_tokenizer.ipynb",
+    ),
+    Fault(
+        "a token dropped in decoding",
+        "nanoserve/tokenizer.py",
+        "kept = (i for i in ids if",
+        "kept = (i for i in ids[1:] if",
+        "day01_oracle.ipynb",
+    ),
+    Fault(
+        "one token too many",
+        "nanoserve/generate.py",
+        "range(min(params.max_tokens,",
+        "range(min(params.max_tokens + 1,",
+        "day00_start_here.ipynb",
+    ),
+    Fault(
+        "the first position's logits",
+        "nanoserve/generate.py",
+        "model.head(hidden[0, -1])",
+        "model.head(hidden[0, 0])",
+        "day00_start_here.ipynb",
+    ),
+]
 
 
 def copy_clone(root: Path, notebook: str, folder: Path) -> None:

@@ -54,8 +54,9 @@ def test_a_notebook_alone_installs_nanoserve_and_runs_to_its_end(wheel, tmp_path
     shutil.copy(wheel, tmp_path)
     shutil.copy(ROOT / "notebooks" / NOTEBOOK, tmp_path)
     run(sys.executable, "-m", "venv", "bare", cwd=tmp_path)
-    python = tmp_path / "bare" / ("Scripts" if os.name == "nt" else "bin") / "python"
+    programs = tmp_path / "bare" / ("Scripts" if os.name == "nt" else "bin")
+    python = programs / "python"
     run(python, "-m", "pip", "install", "-q", "ipykernel", "nbclient", cwd=tmp_path)
-    run(python, "-m", "jupyter", "execute", "--kernel_name=python3", NOTEBOOK, cwd=tmp_path)
+    run(programs / "jupyter-execute", "--kernel_name=python3", NOTEBOOK, cwd=tmp_path)
     where = run(python, "-c", "import nanoserve; print(nanoserve.__file__)", cwd=tmp_path)
     assert str(tmp_path / "bare") in where

@@ -127,6 +127,16 @@ def test_a_notebook_without_a_twin_is_listed(clone):
     assert sync.problems(clone) == ["day02_y.ipynb has no twin under notebooks/source"]
 
 
+def test_a_notebook_begins_with_the_set_up_cell_or_a_place_for_it(clone):
+    twin_of(clone).write_text(TWIN.replace(publish.SETUP_CELL, "# (the set-up cell)\n"))
+    sync.main([], clone)
+    assert twin_of(clone).read_text() == TWIN
+    assert sync.problems(clone) == []
+    twin_of(clone).write_text(TWIN.replace(publish.SETUP_CELL, ""))
+    sync.main([], clone)
+    assert sync.problems(clone) == ["day01_x: its first code cell is not the set-up cell"]
+
+
 def test_an_edited_output_is_listed_when_it_is_not_normal(clone):
     sync.main([], clone)
     edit(notebook_of(clone), '"4.0"', '"/home/ada/model"')

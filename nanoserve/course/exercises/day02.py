@@ -1,0 +1,365 @@
+"""Day 2's exercises: map names, unpack a quantised block, put the rows of q and k back."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+from nanoserve.course.exercise import Case, Exercise, close, wrong
+from nanoserve.weights import GGUF_NAMES, hf_name
+
+# hf_name
+
+
+def _name_cases() -> list[Case]:
+    names = {
+        "token_embd.weight": "top",
+        "output_norm.weight": "top",
+        "output.weight": "top",
+        "blk.0.attn_q.weight": "layer",
+        "blk.17.attn_output.weight": "layer",
+        "blk.3.ffn_norm.weight": "layer",
+        "blk.29.attn_k.bias": "bias",
+        "blk.5.attn_q_norm.weight": "layer",
+        "rope_freqs.weight": "unknown",
+        "blk.2.ffn_gate_inp.weight": "unknown",
+    }
+    return [Case(name, (name,), kind=kind) for name, kind in names.items()]
+
+
+_NAME_HINTS = {
+    "top": (
+        "This name has no `blk.` in front: it belongs to no layer.",
+        "Take the name apart at its dots. The last piece is the kind, the one before it the part.",
+        "`*layer, part, kind = name.split('.')` leaves `layer` empty for such a name.",
+    ),
+    "layer": (
+        "Take the name apart at its dots before you look anything up.",
+        "The part is a whole piece between dots, `attn_q_norm` say: look up that piece, unchanged.",
+        "With `blk, number, part, kind = name.split('.')` the result is "
+        "`f'model.layers.{number}.{GGUF_NAMES[part]}.{kind}'`.",
+    ),
+    "bias": (
+        "Not every tensor is a weight.",
+        "The last piece of the name is the kind: `weight` or `bias`. It is the same on both sides.",
+        "End the result with `.{kind}`, not with `.weight`.",
+    ),
+    "unknown": (
+        "What does your function do with a part that the table does not hold?",
+        "The rule: a name that no table knows comes back as it came, whole.",
+        "Before anything else: `if part not in GGUF_NAMES: return gguf_name`.",
+    ),
+}
+
+
+def _split_name(name: str) -> tuple[str | None, str, str]:
+    return re.match(r"(?:blk\.(\d+)\.)?(\w*)\.?(.*)", name).groups()
+
+
+@wrong("Only the first digit of the layer is read, so layer 17 becomes layer 1.")
+def _one_digit(name):
+    return re.sub(r"layers\.(\d)\d+\.", r"layers.\1.", hf_name(name))
+
+
+@wrong("Replacing text inside the name finds `output` in `attn_output` too: look up whole pieces.")
+def _replaces_text(name):
+    layer, part, kind = _split_name(name)
+    for theirs, ours in GGUF_NAMES.items():
+        part = part.replace(theirs, ours)
+    return f"{'' if layer is None else f'model.layers.{layer}.'}{part}.{kind}"
+
+
+@wrong("Every result ends in .weight, but a tensor can also be a bias.")
+def _always_weight(name):
+    return re.sub(r"\.bias$", ".weight", hf_name(name))
+
+
+@wrong("The layers lie under `model.` in the Hugging Face names: `model.layers.0`, not `layers.0`.")
+def _no_model(name):
+    return hf_name(name).replace("model.layers.", "layers.")
+
+
+@wrong("A part that is not in the table should not raise: give the name back unchanged.")
+def _raises_on_unknown(name):
+    layer, part, kind = _split_name(name)
+    return f"{'' if layer is None else f'model.layers.{layer}.'}{GGUF_NAMES[part]}.{kind}"
+
+
+@wrong("An unknown part is translated by half: its `blk.2` turned into `model.layers.2`.")
+def _half_translated(name):
+    layer, part, kind = _split_name(name)
+    ours = GGUF_NAMES.get(part, part)
+    return f"{'' if layer is None else f'model.layers.{layer}.'}{ours}.{kind}"
+
+
+@wrong(
+    "`attn_q_norm` begins with `attn_q` but is another part: compare whole pieces, not beginnings."
+)
+def _by_beginning(name):
+    layer, part, kind = _split_name(name)
+    for theirs, ours in sorted(GGUF_NAMES.items()):
+        if part.startswith(theirs):
+            return f"{'' if layer is None else f'model.layers.{layer}.'}{ours}.{kind}"
+    return name
+
+
+@wrong("An unknown name gives None, and so would be lost without a word: give it back unchanged.")
+def _none_for_unknown(name):
+    ours = hf_name(name)
+    return None if ours == name else ours
+
+
+@wrong("GGUF counts layers from 0, as Hugging Face does: nothing has to be added to the number.")
+def _one_more(name):
+    return re.sub(r"layers\.(\d+)", lambda m: f"layers.{int(m[1]) + 1}", hf_name(name))
+
+
+HF_NAME = Exercise(
+    "hf_name",
+    _name_cases,
+    _NAME_HINTS,
+    "nanoserve.weights:hf_name",
+    wrong=(
+        _one_digit,
+        _replaces_text,
+        _always_weight,
+        _no_model,
+        _raises_on_unknown,
+        _half_translated,
+        _by_beginning,
+        _none_for_unknown,
+        _one_more,
+    ),
+)
+
+# dequantize_q4_1
+
+
+def _blocks(scales: list[float], minima: list[float], packed: torch.Tensor) -> torch.Tensor:
+    head = torch.tensor([scales, minima], dtype=torch.float16).T.contiguous()  # [n, 2]
+    return torch.cat([head.view(torch.uint8), packed.to(torch.uint8)], dim=1)  # [n, 20]
+
+
+def _block_cases() -> list[Case]:
+    random = torch.Generator().manual_seed(2)
+    numbers = torch.randint(0, 256, (5, 16), generator=random)
+    ascending = (
+        torch.arange(16)[None] + 16 * torch.arange(15, -1, -1)[None]
+    )  # low 0..15, high 15..0
+    scales, minima = [0.25, 1.5, 0.0625, 3.0, 0.1], [-2.0, 0.5, -0.75, 1.0, -0.7]
+    tensor = _blocks(scales, minima, numbers)
+    return [
+        Case(
+            "low nibbles 0 to 15, high nibbles 15 to 0, scale 0.5, minimum -1",
+            (_blocks([0.5], [-1.0], ascending),),
+            kind="order",
+            compare=close(),
+        ),
+        Case("5 blocks of random numbers", (tensor,), kind="value", compare=close()),
+        Case("2 blocks with scale 0", (_blocks([0, 0], [0.5, -3], numbers[:2]),), compare=close()),
+    ]
+
+
+_BLOCK_HINTS = {
+    "order": (
+        "A byte holds two numbers of 4 bits. Which of the 32 places does each take?",
+        "Byte i holds value i in its low four bits and value i + 16 in its high four.",
+        "`torch.cat([packed & 0xF, packed >> 4], dim=1)` puts all low nibbles first.",
+    ),
+    "value": (
+        "Compare the first value with the formula: scale times the number, plus the minimum.",
+        "Bytes 0-1 are the scale, 2-3 the minimum. Read them as float16, then turn to float32.",
+        "`blocks[:, :4].contiguous().view(torch.float16).float()` is [n, 2]: scale, minimum.",
+    ),
+}
+
+
+def _parts(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    scale, minimum = blocks[:, :4].contiguous().view(torch.float16).float().split(1, dim=1)
+    packed = blocks[:, 4:]
+    return scale, minimum, torch.cat([packed & 0xF, packed >> 4], dim=1)
+
+
+@wrong("The two numbers of a byte stand 16 places apart, not side by side.")
+def _interleaved(blocks):
+    scale, minimum, numbers = _parts(blocks)
+    return scale * numbers.unflatten(1, (2, 16)).transpose(1, 2).flatten(1) + minimum
+
+
+@wrong("The high nibbles come first here: the low four bits are values 0 to 15.")
+def _high_first(blocks):
+    scale, minimum, numbers = _parts(blocks)
+    return scale * numbers.roll(16, dims=1) + minimum
+
+
+@wrong("Subtracting 8 belongs to Q4_0, which has no minimum: here the numbers count from it.")
+def _centred(blocks):
+    scale, minimum, numbers = _parts(blocks)
+    return scale * (numbers.float() - 8) + minimum
+
+
+@wrong("Scale and minimum have changed places: the scale is in bytes 0-1, the minimum in 2-3.")
+def _swapped(blocks):
+    scale, minimum, numbers = _parts(blocks)
+    return minimum * numbers + scale
+
+
+@wrong("The minimum is added, not subtracted: it is negative already where it has to be.")
+def _subtracted(blocks):
+    scale, minimum, numbers = _parts(blocks)
+    return scale * numbers - minimum
+
+
+@wrong("The scale multiplies the number only; the minimum is added after that.")
+def _scaled_minimum(blocks):
+    scale, minimum, numbers = _parts(blocks)
+    return scale * (numbers + minimum)
+
+
+@wrong("The high nibbles are 16 times too large: shift them down (`packed >> 4`).")
+def _not_shifted(blocks):
+    scale, minimum, _ = _parts(blocks)
+    packed = blocks[:, 4:]
+    return scale * torch.cat([packed & 0xF, packed & 0xF0], dim=1) + minimum
+
+
+@wrong("The values stay in float16, which rounds them again: go to float32 before you multiply.")
+def _half_precision(blocks):
+    scale, minimum, numbers = _parts(blocks)
+    return scale.half() * numbers + minimum.half()
+
+
+DEQUANTIZE = Exercise(
+    "dequantize_q4_1",
+    _block_cases,
+    _BLOCK_HINTS,
+    "nanoserve.weights:dequantize_q4_1",
+    wrong=(
+        _interleaved,
+        _high_first,
+        _centred,
+        _swapped,
+        _subtracted,
+        _scaled_minimum,
+        _not_shifted,
+        _half_precision,
+    ),
+)
+
+# unpermute
+
+
+def _row_cases() -> list[Case]:
+    """Every value says its row (before the point) and its column, as the file has them."""
+
+    def numbered(rows: int, columns: int) -> torch.Tensor:
+        return torch.arange(rows)[:, None] + torch.arange(columns)[None] / 100
+
+    order = torch.tensor([0, 3, 1, 4, 2, 5])
+    by_hand = order[:, None] + torch.arange(4)[None] / 10
+    return [
+        Case("1 head of 6 rows, 4 columns", (by_hand, 1), kind="head"),
+        Case("q: 6 heads of 8 rows, 36 columns", (numbered(48, 36), 6), kind="heads"),
+        Case("k: 3 heads of 8 rows, 36 columns", (numbered(24, 36), 3), kind="heads"),
+        Case("a bias: 5 heads of 14 numbers", (torch.arange(70.0), 5), kind="bias"),
+    ]
+
+
+_ROW_HINTS = {
+    "head": (
+        "Which rows of the file belong to one pair? They are neighbours: 0 and 1, then 2 and 3.",
+        "See the rows as a table of [head_dim / 2, 2], a pair to a line. "
+        "You want its first column, then its second.",
+        "Turn that table: reshape to [n_heads, head_dim / 2, 2, ...], transpose dimensions 1 and 2,"
+        " then flatten.",
+    ),
+    "heads": (
+        "A row never leaves its own head. Are your heads kept apart?",
+        "Give each head a dimension of its own, the first: n_heads comes in as an argument, since "
+        "q and k differ in it.",
+        "`weight.unflatten(0, (n_heads, -1, 2))`, then transpose dimensions 1 and 2, then flatten "
+        "dimensions 0 to 2.",
+    ),
+    "bias": (
+        "A bias is one-dimensional: it has rows and no columns.",
+        "Reshape the first dimension alone and leave those behind it, if any, as they are.",
+        "`unflatten(0, ...)` splits the first dimension and `flatten(0, 2)` joins it again, "
+        "however many follow.",
+    ),
+}
+
+
+@wrong(
+    "This goes the other way: it brings the rows of a pair side by side. They are so in the file, "
+    "and have to come apart."
+)
+def _forward(weight, n_heads):
+    return weight.unflatten(0, (n_heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+
+
+@wrong("The whole matrix is treated as one head, so rows wander from one head into another.")
+def _one_head(weight, n_heads):
+    return weight.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1)
+
+
+@wrong("Nothing has moved: a reshape keeps the order of the rows, and only a transpose changes it.")
+def _unchanged(weight, n_heads):
+    return weight.unflatten(0, (n_heads, -1, 2)).flatten(0, 2)
+
+
+@wrong("The columns are put in order, not the rows: a head's outputs are the rows of the weight.")
+def _columns(weight, n_heads):
+    return weight.unflatten(-1, (n_heads, -1, 2)).transpose(-1, -2).flatten(-3)
+
+
+@wrong(
+    "The rows are right but still in pieces: flatten head, half and pair back into one dimension."
+)
+def _in_pieces(weight, n_heads):
+    return weight.unflatten(0, (n_heads, -1, 2)).transpose(1, 2)
+
+
+@wrong(
+    "The second rows of the pairs come first here: the even rows of the file are the first half."
+)
+def _odd_first(weight, n_heads):
+    return weight.unflatten(0, (n_heads, -1, 2)).flip(2).transpose(1, 2).flatten(0, 2)
+
+
+@wrong("n_heads stands where half of head_dim belongs: it is the number of heads, not of pairs.")
+def _heads_as_pairs(weight, n_heads):
+    return weight.unflatten(0, (-1, n_heads, 2)).transpose(1, 2).flatten(0, 2)
+
+
+@wrong("It needs a second dimension, and a bias has none: reshape the first dimension alone.")
+def _needs_columns(weight, n_heads):
+    pairs = weight.view(n_heads, -1, 2, weight.shape[1])
+    return pairs.transpose(1, 2).reshape(weight.shape)
+
+
+@wrong("Six heads are taken for k as well, which has fewer (GQA): use n_heads as it is handed in.")
+def _heads_of_q(weight, n_heads):
+    heads = 6 if weight.dim() == 2 and n_heads > 1 else n_heads
+    return weight.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+
+
+UNPERMUTE = Exercise(
+    "unpermute",
+    _row_cases,
+    _ROW_HINTS,
+    "nanoserve.weights:unpermute",
+    wrong=(
+        _forward,
+        _one_head,
+        _unchanged,
+        _columns,
+        _in_pieces,
+        _odd_first,
+        _heads_as_pairs,
+        _needs_columns,
+        _heads_of_q,
+    ),
+)
+
+EXERCISES = (HF_NAME, DEQUANTIZE, UNPERMUTE)

@@ -1,0 +1,462 @@
+"""Day 4: the norm, the quarter turn, the frequencies. Week 1's review."""
+
+import math
+from dataclasses import replace
+
+import torch
+
+from nanoserve.config import Llama3Scaling
+from nanoserve.course import widgets
+from nanoserve.course.exercise import Case, Exercise, close, wrong
+from nanoserve.course.exercises.day01 import SMOLLM2
+from nanoserve.course.plots import COLOURS, figure, label_line
+from nanoserve.layers import rms_norm, rope_frequencies, rotate_half
+
+# rms_norm
+
+
+def _norm_cases() -> list[Case]:
+    random = torch.Generator().manual_seed(4)
+    x, weight = torch.randn(2, 5, 12, generator=random), torch.randn(12, generator=random)
+    ones = torch.ones(8)
+    return [
+        Case(
+            "one vector, (3, 4), weight (1, 1), eps 0",
+            (torch.tensor([[3.0, 4.0]]), torch.ones(2), 0.0),
+            kind="formula",
+            compare=close(),
+        ),
+        Case("2 texts of 5 tokens of 12 numbers", (x, weight, 1e-5), kind="axis", compare=close()),
+        Case("the same, eps 0.5", (x, weight, 0.5), kind="eps", compare=close()),
+        Case("a vector of zeros, eps 1e-5", (torch.zeros(1, 8), ones, 1e-5), kind="eps"),
+        Case(
+            "float16, every number 300",
+            (torch.full((5, 8), 300.0).half(), ones.half(), 1e-5),
+            kind="dtype",
+            compare=close(atol=1e-2, rtol=0),
+        ),
+    ]
+
+
+_NORM_HINTS = {
+    "formula": (
+        "Three steps: square and average, take the root, divide. Then the weight.",
+        "For (3, 4) the mean of the squares is 12.5, so each number is divided by 3.5355.",
+        "`x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight`; rsqrt is one over "
+        "the square root.",
+    ),
+    "axis": (
+        "Each token is normed by itself. Over which axis do its numbers lie?",
+        "The mean goes over the last axis alone. Keep that axis, so that it divides row by row.",
+        "`mean(-1, keepdim=True)` turns [2, 5, 12] into [2, 5, 1].",
+    ),
+    "eps": (
+        "Where does eps stand in the formula: under the root, or beside it?",
+        "It is added to the mean of the squares, before the root.",
+        "`torch.rsqrt(mean + eps)`",
+    ),
+    "dtype": (
+        "The square of 300 is 90,000, and float16 ends at 65,504.",
+        "Square and average in float32, then return to the type that came in.",
+        "Begin with `h = x.float()`, work on h, and end with `h.to(x.dtype) * weight`.",
+    ),
+}
+
+
+def _scaled(x, weight, eps, mean):
+    return x / (mean + eps).sqrt() * weight
+
+
+@wrong("That is LayerNorm: it subtracts the mean first. RMSNorm only divides.")
+def _layer_norm(x, weight, eps):
+    return rms_norm(x - x.mean(-1, keepdim=True), weight, eps)
+
+
+@wrong("The root is missing: this divides by the mean of the squares itself.")
+def _no_root(x, weight, eps):
+    h = x.float()
+    return (h / (h.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
+
+
+@wrong("The squares are summed. The M of RMS is the mean: divide the sum by their number.")
+def _sum(x, weight, eps):
+    return _scaled(x.float(), weight, eps, x.float().square().sum(-1, keepdim=True)).to(x.dtype)
+
+
+@wrong("One mean is taken over everything, so that tokens change each other. Each has its own.")
+def _over_all(x, weight, eps):
+    return _scaled(x.float(), weight, eps, x.float().square().mean()).to(x.dtype)
+
+
+@wrong("The mean goes over the tokens of the text. It goes over the numbers of one token: axis -1.")
+def _over_tokens(x, weight, eps):
+    mean = x.float().square().mean(-2, keepdim=True)
+    return _scaled(x.float(), weight, eps, mean).to(x.dtype)
+
+
+@wrong("The weight is forgotten: after the division, number i is multiplied by weight[i].")
+def _no_weight(x, weight, eps):
+    return rms_norm(x, torch.ones_like(weight), eps)
+
+
+@wrong("1 is added to the weight, as Gemma's norm does. A Llama's weight is used as it is.")
+def _one_plus(x, weight, eps):
+    return rms_norm(x, 1 + weight, eps)
+
+
+@wrong("eps is added after the root. It belongs under it, beside the mean of the squares.")
+def _eps_outside(x, weight, eps):
+    h = x.float()
+    return (h / (h.square().mean(-1, keepdim=True).sqrt() + eps)).to(x.dtype) * weight
+
+
+@wrong("eps is left out, so a vector of zeros is divided by zero.")
+def _no_eps(x, weight, eps):
+    return rms_norm(x, weight, 0.0)
+
+
+@wrong("The squares are taken in the dtype of x, and in float16 300 squared is infinite.")
+def _in_half(x, weight, eps):
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+
+
+@wrong("The result stays in float32. Whoever hands in float16 gets float16 back.")
+def _stays_wide(x, weight, eps):
+    return rms_norm(x.float(), weight.float(), eps)
+
+
+RMS_NORM = Exercise(
+    "rms_norm",
+    _norm_cases,
+    _NORM_HINTS,
+    "nanoserve.layers:rms_norm",
+    wrong=(
+        _layer_norm, _no_root, _sum, _over_all, _over_tokens, _no_weight, _one_plus,
+        _eps_outside, _no_eps, _in_half, _stays_wide,
+    ),
+)  # fmt: skip
+
+# rotate_half
+
+
+def _turn_cases() -> list[Case]:
+    random = torch.Generator().manual_seed(4)
+    return [
+        Case("the numbers 1 to 8", (torch.arange(1.0, 9.0),), kind="pair"),
+        Case("6 heads, 5 tokens, dim 8", (torch.randn(6, 5, 8, generator=random),), kind="axis"),
+        Case("batch 2, dim 14", (torch.randn(2, 6, 5, 14, generator=random),), kind="axis"),
+        Case("dim 2: one pair", (torch.tensor([[1.0, 0.0], [0.0, 1.0]]),), kind="pair"),
+    ]
+
+
+_TURN_HINTS = {
+    "pair": (
+        "Write down what becomes of the pair (1, 0): it points right, and after the turn up.",
+        "Pair i is (x[i], x[i + d/2]), so the new first half is minus the old second one.",
+        "`first, second = x.chunk(2, dim=-1)`, then `torch.cat([-second, first], dim=-1)`.",
+    ),
+    "axis": (
+        "Only one axis is cut in two, however many there are. Which one?",
+        "The last: it holds the numbers of one head. Axes before it are tokens, heads, texts.",
+        "Both `chunk` and `cat` take `dim=-1`.",
+    ),
+}
+
+
+@wrong("This pairs neighbours, (0, 1), (2, 3) and so on. Here pair i is (i, i + d/2).")
+def _neighbours(x):
+    return torch.stack([-x[..., 1::2], x[..., ::2]], dim=-1).flatten(-2)
+
+
+@wrong("The turn goes the other way: (a, b) becomes (-b, a), and this is (b, -a).")
+def _clockwise(x):
+    return -rotate_half(x)
+
+
+@wrong("The halves change places, but nothing changes sign: that is a mirror, not a turn.")
+def _mirror(x):
+    return rotate_half(x).abs() * torch.cat(x.sign().chunk(2, dim=-1)[::-1], dim=-1)
+
+
+@wrong("The sign is right and the halves have not moved: (a, b) has become (-a, b).")
+def _not_moved(x):
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([-first, second], dim=-1)
+
+
+@wrong("Both halves are negated: that is a half turn, 180 degrees.")
+def _half_turn(x):
+    return -x
+
+
+@wrong("Both are negated as they change places: (a, b) becomes (-b, a), with one minus sign.")
+def _both_negated(x):
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([-second, -first], dim=-1)
+
+
+@wrong("The numbers are put in reverse order, so i meets d - 1 - i. Its partner is i + d/2.")
+def _reversed(x):
+    half = x.shape[-1] // 2
+    return torch.cat([-x.flip(-1)[..., :half], x.flip(-1)[..., half:]], dim=-1)
+
+
+@wrong("The first axis is cut in two. The numbers of one head lie along the last, dim=-1.")
+def _first_axis(x):
+    first, second = x.chunk(2, dim=0)
+    return torch.cat([-second, first], dim=0)
+
+
+ROTATE_HALF = Exercise(
+    "rotate_half",
+    _turn_cases,
+    _TURN_HINTS,
+    "nanoserve.layers:rotate_half",
+    wrong=(
+        _neighbours, _clockwise, _mirror, _not_moved, _half_turn, _both_negated, _reversed,
+        _first_axis,
+    ),
+)  # fmt: skip
+
+# rope_frequencies
+
+PLAIN = replace(SMOLLM2, hidden_size=48, n_q=6, n_kv=2, head_dim=8, rope_theta=10_000.0)
+LLAMA3 = replace(
+    SMOLLM2,
+    context=131_072,
+    rope_theta=500_000.0,
+    rope_scaling=Llama3Scaling(
+        factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context=8_192
+    ),
+)
+SHORT = replace(
+    LLAMA3, context=1_000, head_dim=20, rope_theta=10_000.0,
+    rope_scaling=Llama3Scaling(5.0, 2.0, 6.0, 100),
+)  # fmt: skip
+
+
+def _frequency_cases() -> list[Case]:
+    agree = close(atol=1e-12, rtol=1e-5)
+    wide = replace(PLAIN, head_dim=14)
+    cases = [
+        ("head_dim 8, theta 10,000, no scaling", PLAIN, "plain"),
+        ("6 heads of 14 in a hidden size of 48", wide, "plain"),
+        ("Llama 3.2: factor 32 over 8,192 tokens", LLAMA3, "scaled"),
+        ("factor 5 over 100 tokens, between 2 and 6 turns", SHORT, "scaled"),
+    ]
+    return [Case(what, (config,), kind=kind, compare=agree) for what, config, kind in cases]
+
+
+_FREQUENCY_HINTS = {
+    "plain": (
+        "Pair 0 turns by 1 radian per token, and the last pair by a little more than 1 / theta. "
+        "Which exponents do that?",
+        "Pair i has theta ** (-2i / head_dim), for i from 0 to head_dim / 2 - 1. head_dim is a "
+        "field of the config: it need not be hidden_size / n_q.",
+        "`exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim`, "
+        "then `1.0 / config.rope_theta**exponents`.",
+    ),
+    "scaled": (
+        "Count how often each pair turns within original_context tokens. That number decides.",
+        "turns = original_context * frequency / (2 pi). From `high` turns up the share kept is 1, "
+        "down from `low` turns it is 0, and between the two it is a straight line.",
+        "`keep = ((turns - low) / (high - low)).clamp(0, 1)`, then "
+        "`keep * frequencies + (1 - keep) * frequencies / factor`.",
+    ),
+}
+
+
+def _plain(config, sign=-1.0, step=2):
+    exponents = torch.arange(config.head_dim // 2, dtype=torch.float32) * step / config.head_dim
+    return config.rope_theta ** (sign * exponents)
+
+
+def _keep(config, frequencies, circle=2 * math.pi):
+    scaling = config.rope_scaling
+    turns = scaling.original_context * frequencies / circle
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    return ((turns - low) / (high - low)).clamp(0, 1)
+
+
+def _blended(config, keep, frequencies):
+    return keep * frequencies + (1 - keep) * frequencies / config.rope_scaling.factor
+
+
+@wrong("The exponent lacks its 2: pair i has theta ** (-2i / head_dim).")
+def _no_two(config):
+    return _plain(config, step=1)
+
+
+@wrong("The exponent lacks its minus sign: later pairs turn more slowly, not faster.")
+def _no_minus(config):
+    return _plain(config, sign=1.0)
+
+
+@wrong("The width of a head is taken as hidden_size / n_q. The config says head_dim, and may mean "
+       "another number.")  # fmt: skip
+def _derived_head(config):
+    return rope_frequencies(replace(config, head_dim=config.hidden_size // config.n_q))
+
+
+@wrong("There is a frequency for every number here; each pair has one: head_dim / 2 of them.")
+def _twice(config):
+    return torch.cat([rope_frequencies(config)] * 2)
+
+
+@wrong("These are the wavelengths, tokens per full turn. Wanted are radians per token.")
+def _wavelengths(config):
+    return 2 * math.pi / rope_frequencies(config)
+
+
+@wrong("rope_scaling is ignored: these are the frequencies without it.")
+def _unscaled(config):
+    return _plain(config)
+
+
+@wrong("Every frequency is divided by the factor, the fast ones too. They should be kept.")
+def _all_slowed(config):
+    scaling = config.rope_scaling
+    return _plain(config) / (scaling.factor if scaling else 1.0)
+
+
+@wrong("The two ends have changed places: fast pairs are kept, and slow ones slowed.")
+def _ends_swapped(config):
+    plain = _plain(config)
+    if config.rope_scaling is None:
+        return plain
+    return _blended(config, 1 - _keep(config, plain), plain)
+
+
+@wrong("The middle is missing: pairs between `low` and `high` turns get a blend of both.")
+def _no_blend(config):
+    plain = _plain(config)
+    if config.rope_scaling is None:
+        return plain
+    return _blended(config, (_keep(config, plain) > 0).float(), plain)
+
+
+@wrong("The slow frequencies are multiplied by the factor. Slower means divided.")
+def _multiplied(config):
+    plain = _plain(config)
+    if config.rope_scaling is None:
+        return plain
+    keep = _keep(config, plain)
+    return keep * plain + (1 - keep) * plain * config.rope_scaling.factor
+
+
+@wrong("The number of turns lacks 2 pi: a full turn is 2 pi radians, not 1.")
+def _no_circle(config):
+    plain = _plain(config)
+    if config.rope_scaling is None:
+        return plain
+    return _blended(config, _keep(config, plain, circle=1.0), plain)
+
+
+@wrong("Turns are counted over the new context. original_context, what the model was trained on "
+       "first, decides.")  # fmt: skip
+def _new_context(config):
+    if config.rope_scaling is None:
+        return _plain(config)
+    scaling = replace(config.rope_scaling, original_context=config.context)
+    return rope_frequencies(replace(config, rope_scaling=scaling))
+
+
+@wrong("The wavelengths are blended. The blend is between the two frequencies.")
+def _blended_waves(config):
+    plain = _plain(config)
+    if config.rope_scaling is None:
+        return plain
+    keep = _keep(config, plain)
+    return 1 / (keep / plain + (1 - keep) * config.rope_scaling.factor / plain)
+
+
+ROPE_FREQUENCIES = Exercise(
+    "rope_frequencies",
+    _frequency_cases,
+    _FREQUENCY_HINTS,
+    "nanoserve.layers:rope_frequencies",
+    wrong=(
+        _no_two, _no_minus, _derived_head, _twice, _wavelengths, _unscaled, _all_slowed,
+        _ends_swapped, _no_blend, _multiplied, _no_circle, _new_context, _blended_waves,
+    ),
+)  # fmt: skip
+
+EXERCISES = (RMS_NORM, ROTATE_HALF, ROPE_FREQUENCIES)
+
+
+def _draw_turn(position: int, pair: int):
+    """One pair of SmolLM2's heads: where it points, and the cosine that its table holds."""
+    frequency = float(rope_frequencies(SMOLLM2)[pair])
+    angle, ink = position * frequency, COLOURS["engine"]
+    fig, (dial, wave) = figure(height=3.6, panels=2)
+    around = [2 * math.pi * i / 200 for i in range(201)]
+    dial.plot([math.cos(a) for a in around], [math.sin(a) for a in around], color=COLOURS["grid"])
+    for earlier in range(max(0, position - 8), position):
+        a = earlier * frequency
+        fade = 0.1 + 0.4 * (earlier - position + 8) / 8
+        dial.plot([0, math.cos(a)], [0, math.sin(a)], color=ink, linewidth=1, alpha=fade)
+    tip = (math.cos(angle), math.sin(angle))
+    dial.annotate("", tip, (0, 0), arrowprops={"arrowstyle": "-|>", "color": ink, "linewidth": 2.4})
+    dial.set(xlim=(-1.15, 1.15), ylim=(-1.15, 1.15), aspect="equal")
+    dial.set_title(f"pair {pair} at position {position}")
+    dial.set_axis_off()
+    positions = [i / 4 for i in range(4 * 128 + 1)]
+    wave.plot(positions, [math.cos(p * frequency) for p in positions], color=ink, linewidth=1.2)
+    wave.plot([position], [tip[0]], marker="o", markersize=9, color=ink)
+    label_line(wave, position, tip[0], f"{tip[0]:.2f}", ink, "left" if position > 100 else "right")
+    wave.set(xlabel="position", ylabel="cosine", ylim=(-1.25, 1.25))
+    wave.set_title(f"a full turn in {2 * math.pi / frequency:,.0f} tokens")
+    return fig
+
+
+WIDGETS = {
+    "turn": lambda: widgets.figure_widget(
+        _draw_turn, position=widgets.slider(0, 128, 20), pair=widgets.slider(0, 31, 6)
+    )
+}
+
+REVIEW = (
+    (
+        "You have no oracle, and your engine writes good English. What do you know?",
+        "Nearly nothing. A rotation the wrong way, q and k in another order, or another activation "
+        "all write English. Only a comparison with something independent tells (Day 1).",
+    ),
+    (
+        "Without a cache, why does a token after 512 tokens cost so much more than one after 32?",
+        "Because the whole text goes through the model again for each new token: sixteen times "
+        "the positions, and a little more for the pairs that attention makes (Day 1).",
+    ),
+    (
+        "At 16 tokens of text the clock shows far more than the count of operations predicts. "
+        "Where does the time go?",
+        "Into fetching the weights: all 134.5 million are read from memory, however few positions "
+        "they are used on (Day 1).",
+    ),
+    (
+        "Two of a checkpoint's weights need their rows put back in order. Which, and why did "
+        "nothing complain when it was forgotten?",
+        "q and k, which GGUF keeps for neighbouring RoPE pairs. Name and shape stay right, so "
+        "every product still works; only a comparison of the values shows it (Days 2 and 4).",
+    ),
+    (
+        "Why does a streaming detokeniser sometimes say nothing after a token?",
+        "A token is a run of bytes, and a character may need bytes of several tokens. Half a "
+        "character is held back until the rest comes (Day 3).",
+    ),
+    (
+        "A user types <|im_end|> into the chat. What must the tokenizer make of it, and why?",
+        "Plain characters. Only the text that the chat template has made is encoded with special "
+        "tokens; otherwise a user could end the message and write the next one (Day 3).",
+    ),
+    (
+        "A query stands at position 9 and a key at 6; in another text they stand at 509 and 506. "
+        "What can attention tell of the difference?",
+        "Nothing: both are three apart, and the product of a turned query and a turned key depends "
+        "on the distance alone (Day 4).",
+    ),
+    (
+        "The model runs in bfloat16. Which part of RoPE must not, and what happens if it does?",
+        "Positions and angles. Above 8,192 a bfloat16 counts in steps of 64, so 64 neighbours in a "
+        "row would stand at one place (Day 4).",
+    ),
+)
