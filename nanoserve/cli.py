@@ -1,6 +1,5 @@
 """The command line: `nanoserve fetch | generate | chat | bench | course | doctor`."""
 
-import os
 import platform
 import sys
 import time
@@ -195,7 +194,9 @@ def _best_device() -> str:
 @bench_app.command("decode")
 def bench_decode(
     model: Model = "smollm2",
-    context: Annotated[list[int] | None, typer.Option(help="Tokens of prompt; repeatable.")] = None,
+    context: Annotated[
+        list[int] | None, typer.Option(help="Tokens of prompt; repeatable.", min=1)
+    ] = None,
     tokens: Annotated[int, typer.Option(help="Tokens generated in each run.", min=2)] = 8,
     rounds: Annotated[int, typer.Option(help="Runs of each path; they take turns.", min=1)] = 3,
     cache: Annotated[
@@ -213,7 +214,10 @@ def bench_decode(
     kind = getattr(torch, dtype.value)
     engine, oracle = load_model(model, kind), load_oracle(model, kind)
     sentence = load_tokenizer(model).encode("One day at the harbour, the gulls and the boats. ")
-    prompts = [(sentence * (1 + n // len(sentence)))[:n] for n in context or (64, 256, 1024)]
+    lengths = context or (64, 256, 1024)
+    if max(lengths) + tokens > (room := engine.config.context):
+        raise ValueError(f"{max(lengths)} + {tokens} tokens: the model's context holds {room}")
+    prompts = [(sentence * (1 + n // len(sentence)))[:n] for n in lengths]
     paths = {
         "nanoserve": decode.engine_path(engine, cache),
         "transformers": decode.oracle_path(oracle, cache),
@@ -277,25 +281,21 @@ def status() -> None:
 
 
 def main() -> None:
-    """Run the command line: a bad value is one line and exit code 2, Ctrl-C leaves quietly."""
+    """Run the command line: a bad value is one line and exit code 2, Ctrl-C leaves with 130."""
     try:
-        app(standalone_mode=False)
-    except typer.Exit as done:
-        sys.exit(done.exit_code)
-    except typer.Abort:
-        sys.exit(130)
-    except KeyboardInterrupt:
-        typer.echo()
-        sys.exit(130)
-    except BrokenPipeError:  # `nanoserve generate … | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
+        code = app(standalone_mode=False)
+    except typer.Abort:  # Ctrl-C in older typers; newer ones return 130
+        code = 130
     except Exception as error:
         usage = getattr(error, "format_message", None)  # click's, which newer typers carry inside
-        if usage is None and not isinstance(error, (ValueError, RuntimeError)):
+        if usage is None and not isinstance(error, (ValueError, RuntimeError, ModuleNotFoundError)):
             raise
-        typer.echo(f"nanoserve: {usage() if usage else error}", err=True)
-        sys.exit(2)
+        if message := usage() if usage else str(error):  # none where the help was shown
+            typer.echo(f"nanoserve: {message}", err=True)
+        code = 2
+    if code == 130:
+        typer.echo()
+    sys.exit(code)
 
 
 if __name__ == "__main__":

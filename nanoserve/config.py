@@ -62,7 +62,7 @@ def load_config(path: Path) -> ModelConfig:
         return parse_config(gguf_config(path))
     generation = path / "generation_config.json"
     return parse_config(
-        _read_json(path / "config.json"), _read_json(generation) if generation.exists() else {}
+        read_json(path / "config.json"), read_json(generation) if generation.exists() else {}
     )
 
 
@@ -169,7 +169,8 @@ def _ids(value: int | list[int] | None) -> tuple[int, ...]:
     return (value,) if isinstance(value, int) else tuple(value)
 
 
-def _read_json(path: Path) -> dict:
+def read_json(path: Path) -> dict:
+    """The object in a JSON file. ValueError, naming the file, where it is missing or holds none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

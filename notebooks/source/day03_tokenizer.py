@@ -244,7 +244,7 @@ from pathlib import Path
 
 import tokenizers
 
-from nanoserve.config import _read_json
+from nanoserve.config import read_json
 from nanoserve.gguf_file import gguf_tokenizer
 
 
@@ -271,7 +271,8 @@ class Tokenizer:
     def encode(self, text: str, parse_special: bool = False) -> list[int]:
         """Text to token ids; nothing is added. Special tokens in the text count only if parsed.
 
-        Raises ValueError for text that is no valid Unicode (a lone surrogate).
+        A byte that no token spells is dropped, as the checkpoint's own tokenizer drops it (SmolLM2
+        lacks six control characters). Raises ValueError for text with a lone surrogate.
         """
         try:
             text.encode("utf-8")
@@ -345,7 +346,7 @@ def _read_folder(folder: Path) -> tuple[str, dict]:
     file, config_file = folder / "tokenizer.json", folder / "tokenizer_config.json"
     if not file.exists():
         raise ValueError(f"{file} is missing (a tokenizer.model alone is not supported)")
-    config = _read_json(config_file) if config_file.exists() else {}
+    config = read_json(config_file) if config_file.exists() else {}
     template = folder / "chat_template.jinja"
     if template.exists():
         config["chat_template"] = template.read_text(encoding="utf-8")

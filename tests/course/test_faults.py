@@ -103,10 +103,9 @@ def test_a_fault_in_the_package_turns_its_notebook_red(fault, tmp_path):
     assert "1 failed" in done.stdout
 
 
-@pytest.mark.parametrize("notebook", sorted({fault.notebook for fault in FAULTS}))
-def test_without_a_fault_the_same_notebook_is_green(notebook, tmp_path):
-    copy_clone(ROOT, notebook, tmp_path)
-    done = nbval(tmp_path, notebook)
+def test_without_a_fault_a_copied_notebook_is_green(tmp_path):
+    copy_clone(ROOT, "day00_start_here.ipynb", tmp_path)
+    done = nbval(tmp_path, "day00_start_here.ipynb")
     assert done.returncode == 0, done.stdout
 
 
