@@ -1,23 +1,8 @@
 """What a sequence remembers: the keys and values of the tokens it has seen."""
 
-from typing import Protocol
-
 import torch
 
 from nanoserve.config import ModelConfig
-
-
-class Cache(Protocol):
-    """What the model asks of a cache. It holds one sequence."""
-
-    seq_len: int  # tokens already held, and so the position of the next one
-
-    def append(
-        self, layer: int, k: torch.Tensor, v: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take this step's keys and values [1, n_kv, seq_q, head_dim] of one layer; return the
-        whole history's [1, n_kv, seq_total, head_dim]. seq_len moves with the last layer."""
-        ...
 
 
 class NaiveKVCache:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from nanoserve.cache import Cache, NaiveKVCache
+from nanoserve.cache import NaiveKVCache
+from nanoserve.layers import Cache
 from nanoserve.model import Model, load_model
 from nanoserve.sampling import Sample, SamplingParams, make_generator, sample
 from nanoserve.tokenizer import Detokenizer, Tokenizer, load_tokenizer

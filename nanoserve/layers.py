@@ -5,11 +5,11 @@ A layer's weights are a dictionary by the checkpoint's own names, without "model
 """
 
 import math
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
-from nanoserve.cache import Cache
 from nanoserve.config import ModelConfig
 
 QUERY_TILE = 128  # queries that attend at once: enough to fill a matmul, few enough to skip keys
@@ -58,8 +58,24 @@ def rotate_half(x: torch.Tensor) -> torch.Tensor:
 
 
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate heads [..., seq, head_dim] by their positions' angles; cos, sin [seq, head_dim]."""
-    return (x * cos + rotate_half(x) * sin).to(x.dtype)
+    """Rotate heads [..., seq, head_dim] by their positions' angles; cos, sin [seq, head_dim].
+
+    The rotation is done in float32; the result has x's dtype.
+    """
+    h = x.float()
+    return torch.addcmul(h * cos, rotate_half(h), sin).to(x.dtype)
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x [..., in] times weight [out, in], plus bias [out] -> [..., out].
+
+    A single row, as in a decode step, is a matrix-vector product: the same sum, which PyTorch does
+    at the speed of memory on a CPU, where its matrix product of one row does not in bfloat16.
+    """
+    if x.numel() > x.shape[-1]:
+        return F.linear(x, weight, bias)
+    out = torch.mv(weight, x.flatten())
+    return (out if bias is None else out + bias).view(*x.shape[:-1], -1)
 
 
 def swiglu(
@@ -69,8 +85,8 @@ def swiglu(
 
     x [..., hidden]; gate, up [intermediate, hidden]; down [hidden, intermediate] -> [..., hidden].
     """
-    h = F.silu(F.linear(x, gate), inplace=True)  # in place: nobody else holds this tensor
-    return F.linear(h.mul_(F.linear(x, up)), down)
+    h = F.silu(linear(x, gate), inplace=True)  # in place: nobody else holds this tensor
+    return linear(h.mul_(linear(x, up)), down)
 
 
 def sdpa(
@@ -102,8 +118,21 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> 
     if tile > 1:
         future = torch.ones(tile, tile, dtype=torch.bool, device=q.device).triu_(1)
         scores.unflatten(2, (n_rep, tile))[..., -tile:].masked_fill_(future, -torch.inf)
-    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(v.dtype)
+    weights = torch.softmax(scores, dim=-1)  # summed in float32, whatever the dtype
     return (weights @ v).unflatten(2, (n_rep, tile))
+
+
+class Cache(Protocol):
+    """What the model asks of a cache. It holds one sequence."""
+
+    seq_len: int  # tokens already held, and so the position of the next one
+
+    def append(
+        self, layer: int, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take this step's keys and values [1, n_kv, seq_q, head_dim] of one layer; return the
+        whole history's [1, n_kv, seq_total, head_dim]. seq_len moves with the last layer."""
+        ...
 
 
 def gqa_attention(
@@ -139,7 +168,7 @@ def _heads(x: torch.Tensor, n: int) -> torch.Tensor:
 
 
 def _linear(x: torch.Tensor, layer: dict[str, torch.Tensor], name: str) -> torch.Tensor:
-    return F.linear(x, layer[f"{name}.weight"], layer.get(f"{name}.bias"))
+    return linear(x, layer[f"{name}.weight"], layer.get(f"{name}.bias"))
 
 
 def block(

@@ -5,10 +5,9 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from nanoserve.cache import Cache
 from nanoserve.config import ModelConfig, load_config
 from nanoserve.fetch import resolve
-from nanoserve.layers import block, rms_norm, rope_tables
+from nanoserve.layers import Cache, block, linear, rms_norm, rope_tables
 from nanoserve.weights import load_weights
 
 
@@ -49,7 +48,7 @@ class Model:
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits from the final hidden states: [..., hidden] -> [..., vocab]."""
-        return F.linear(hidden, self.weights["lm_head.weight"])
+        return linear(hidden, self.weights["lm_head.weight"])
 
     def _check(self, ids: torch.Tensor) -> None:
         if ids.dim() != 2 or ids.shape[1] == 0 or ids.dtype not in (torch.int64, torch.int32):

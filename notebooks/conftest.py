@@ -23,6 +23,7 @@ def pytest_configure(config: pytest.Config) -> None:
     work = tempfile.TemporaryDirectory()
     config.add_cleanup(work.cleanup)
     os.environ["NANOSERVE_WORK"] = work.name
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # notebooks run side by side
     RunningKernel.await_reply = _await_reply_of_the_living
 
 

@@ -1,6 +1,11 @@
 """What all tests share."""
 
+import os
+
 import pytest
+
+# Tests run side by side, one thread each: two threads that share a core wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(autouse=True)

@@ -9,64 +9,68 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parent.parent
-CODE = ["nanoserve", "tests", "notebooks", "diagrams"]
-ALONE = ["tests/browser", "tests/course/test_standalone.py"]  # each starts programs of its own
-TWO = ["-n", "2", "--dist"]
+CODE = "nanoserve tests notebooks diagrams"
+ALONE = "tests/browser tests/course/test_standalone.py"  # these start programs of their own
+BUT_ALONE = " ".join(f"--ignore={path}" for path in ALONE.split())
+
+STEPS = {  # each is run as `python -m ...`
+    "the model": "nanoserve fetch",
+    "ruff: rules": f"ruff check {CODE}",
+    "ruff: format": f"ruff format --check {CODE}",
+    "twins, lands cells and notebooks in step": "nanoserve.course.sync --check",
+    "unit tests": f"pytest -q -n 2 --dist worksteal tests {BUT_ALONE}",
+    "notebooks, all output": "pytest -q -n 2 --dist loadfile --nbval --nbval-current-env notebooks",
+    "a browser; a notebook alone": f"pytest -q -n 2 --dist loadfile {ALONE}",
+}
 
 
 def main() -> int:
-    python = [sys.executable, "-m"]
-    pytest = [*python, "pytest", "-q"]
     total = dict.fromkeys(("passed", "failed", "skipped"), 0)
-    with tempfile.TemporaryDirectory() as folder:
-        for what, command in {
-            "the model": [*python, "nanoserve", "fetch"],
-            "ruff: rules": [*python, "ruff", "check", *CODE],
-            "ruff: format": [*python, "ruff", "format", "--check", *CODE],
-            "twins, lands cells and notebooks in step": [
-                *python,
-                "nanoserve.course.sync",
-                "--check",
-            ],
-            "unit tests": [
-                *pytest,
-                "tests",
-                *(f"--ignore={path}" for path in ALONE),
-                *TWO,
-                "worksteal",
-            ],
-            "every notebook, output by output": [
-                *[*pytest, "--nbval", "--nbval-current-env", "notebooks", *TWO, "loadfile"]
-            ],
-            "a browser; a notebook alone": [*pytest, *ALONE, *TWO, "loadfile"],
-        }.items():
-            for outcome, number in run(what, command, Path(folder) / "report.xml").items():
-                total[outcome] += number
-    print(f"\n{total['passed']} passed, {total['failed']} failed, {total['skipped']} skipped")
+    start = time.monotonic()
+    for what, command in STEPS.items():
+        for outcome, number in run(what, command.split()).items():
+            total[outcome] += number
+    print(f"\nall of it: {time.monotonic() - start:.0f} s")
+    print(f"{total['passed']} passed, {total['failed']} failed, {total['skipped']} skipped")
     return 1 if total["failed"] else 0
 
 
-def run(what: str, command: list[str], report: Path) -> dict[str, int]:
-    """Run one step; the numbers of its tests, or of itself where it is no pytest run."""
+def run(what: str, command: list[str]) -> dict[str, int]:
+    """Run one step; the numbers of its tests, or 1 for itself where it is no pytest run."""
     print(f"\n== {what}", flush=True)
-    report.unlink(missing_ok=True)
-    if "pytest" in command:
-        command = [*command, f"--junitxml={report}"]
     start = time.monotonic()
-    # Two workers on two cores: one thread each.
-    environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONUNBUFFERED": "1"}
-    code = subprocess.run(command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL).returncode
-    print(
-        f"== {what}: {'ok' if code == 0 else 'FAILED'}, {time.monotonic() - start:.0f} s",
-        flush=True,
-    )
-    if not report.exists():
-        return {"passed": int(code == 0), "failed": int(code != 0), "skipped": 0}
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        if command[0] == "pytest":
+            command = [*command, f"--junitxml={report}"]
+        code = subprocess.run(
+            [sys.executable, "-m", *command],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            stdin=subprocess.DEVNULL,
+        ).returncode
+        counts = {"failed": 0, "skipped": 0, "passed": 0}
+        if report.exists():
+            counts = count(report)
+        if code and not counts["failed"]:
+            counts["failed"] = 1
+        elif not report.exists():
+            counts["passed"] = 1
+    verdict = "FAILED" if counts["failed"] else "ok"
+    print(f"== {what}: {verdict}, {time.monotonic() - start:.0f} s", flush=True)
+    return counts
+
+
+def count(report: Path) -> dict[str, int]:
+    """The numbers in a JUnit report."""
     suite = ElementTree.parse(report).getroot()[0].attrib
     failed = int(suite["failures"]) + int(suite["errors"])
     skipped = int(suite["skipped"])
-    passed = int(suite["tests"]) - failed - skipped
-    return {"passed": passed, "failed": failed or int(code != 0), "skipped": skipped}
+    return {
+        "passed": int(suite["tests"]) - failed - skipped,
+        "failed": failed,
+        "skipped": skipped,
+    }
 
 
 if __name__ == "__main__":

@@ -120,8 +120,8 @@ pre-norm: A part reads a normed copy of the stream; the stream itself is never n
     8: """
 final norm: The norm between the last layer and the head: the only one that the stream itself
     passes through.
-logit lens: Reading the stream after an early layer as if it were the last: what would the model
-    say by now?
+logit lens: Reading the stream after an early layer as if it were the last, to see what the model
+    would say by now.
 """,
     9: """
 argmax: The place of the largest value: among logits, the id of the best token.
@@ -140,6 +140,46 @@ logprob: The natural logarithm of a probability: 0 for certain, more negative fo
 seed: The number that a random generator starts from; the same seed gives the same draws.
 repetition penalty: A factor that makes tokens less likely once they stand in the text.
 chi-square: A sum that grows with the distance between counts and what was expected of them.
+""",
+    4: """
+RMSNorm: Dividing a vector by its root mean square, then scaling each number by a learned weight.
+epsilon: A small number added under a root, so that a vector of zeros is not divided by zero.
+radian: The unit of angles here: a full turn is 2 pi of them, about 6.28.
+wavelength: The number of tokens in which a RoPE pair turns once around.
+RoPE scaling: Slowing a model's rotations, so that it can read texts longer than it was first
+    trained on.
+relative position: How far apart two tokens stand, wherever in the text they are.
+""",
+    5: """
+MLP: The part of a layer that works on each token alone: wider, bent, and back to the hidden size.
+activation function: A function that bends each number by itself, between two matrices.
+SiLU: The activation function z times sigmoid(z): near 0 for negative z, near z for positive.
+gate: A number that another one is multiplied by, and that so lets it through or holds it back.
+SwiGLU: An MLP with two matrices side by side, where the SiLU of one gates the other.
+hidden unit: One of the numbers inside the MLP, between the way out and the way back: 1,536 in
+    SmolLM2.
+""",
+    11: """
+history: All the tokens that a cache holds, and with a step's own the ones that it looks at.
+capacity: How many tokens a cache has room for before it must grow.
+contiguous: Lying in one unbroken run of memory.
+view: A tensor that shows another one's numbers without a copy of them.
+continuation: A step of several tokens that follow a history, such as the next message of a chat.
+""",
+    12: """
+stop string: Text that ends an answer when it comes, and is not shown.
+finish reason: Why an answer ended: "stop" (an end token or a stop string) or "length".
+time to first token: How long somebody waits before the first word: the prompt has to be read.
+time per token: How long each later token takes: the speed at which an answer runs.
+""",
+    13: """
+bandwidth: How many bytes can be read in a second, from memory to the processor.
+memory-bound: Held up by reading memory, so that more arithmetic would cost no time.
+compute-bound: Held up by arithmetic, so that faster memory would change nothing.
+roof: The most that a machine could reach; here its bandwidth.
+warm-up: A run before the clock starts, so that first-time costs are not measured.
+interleaved: Taking turns, so that a machine that slows down is unfair to nobody.
+tile: A part of a large computation that is done at once, such as 128 rows of a matrix.
 """,
 }
 

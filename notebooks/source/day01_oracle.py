@@ -16,7 +16,24 @@
 # what you wrap today.
 
 # %%
-# (the set-up cell is put here by make sync)
+# Set-up: installs nanoserve where it is missing (as on Colab). In your own clone it does nothing.
+import importlib.util, subprocess, sys
+from pathlib import Path
+
+REPOSITORY = ""  # on GitHub, OWNER/NAME
+if importlib.util.find_spec("nanoserve") is None:
+    wheels = sorted(Path.cwd().glob("nanoserve-*.whl"), key=lambda wheel: wheel.stat().st_mtime)
+    source = f"https://github.com/{REPOSITORY}/archive/refs/heads/main.zip" if REPOSITORY else None
+    source = wheels[-1].as_uri() if wheels else source
+    if source is None:
+        raise ModuleNotFoundError("put a nanoserve-*.whl beside this notebook, then run again")
+    print("Installing nanoserve, which takes a minute or two, from", source)
+    pip = [sys.executable, "-m", "pip", "install", "-q", f"nanoserve[notebook] @ {source}"]
+    done = subprocess.run(pip, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    print(done.stdout)
+    if done.returncode:
+        raise RuntimeError("pip could not install nanoserve; its reason stands above.")
+    importlib.invalidate_caches()
 
 # %%
 from nanoserve.course import day
@@ -78,6 +95,7 @@ import torch
 
 from nanoserve.fetch import resolve
 
+
 # %% jupyter={"source_hidden": true}
 # lands in nanoserve/oracle.py
 @dataclass(frozen=True)
@@ -93,10 +111,12 @@ class Oracle:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.model = model.eval()
+
     @torch.no_grad()
     def logits(self, ids: torch.Tensor) -> torch.Tensor:
         """ids [batch, seq] -> logits [batch, seq, vocab]."""
         return self.model(ids, use_cache=False).logits
+
     @torch.no_grad()
     def generate(
         self,
@@ -124,6 +144,7 @@ class Oracle:
             ),  # one that never comes
         )
         return out[0, prompt.shape[1] :].tolist()
+
     @torch.no_grad()
     def capture(self, ids: torch.Tensor, names: Iterable[str]) -> dict[str, Activation]:
         """Run ids [batch, seq] and return the activations of modules, by names such as
@@ -144,6 +165,7 @@ class Oracle:
                 hooks.callback(hook.remove)
             self.model(ids, use_cache=False)
         return seen
+
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Every weight by its Hugging Face name."""
         return self.model.state_dict()
@@ -154,10 +176,12 @@ class _Streamer:
 
     def __init__(self, on_token: Callable[[int], None]) -> None:
         self._on_token, self._prompt_seen = on_token, False
+
     def put(self, ids: torch.Tensor) -> None:
         if self._prompt_seen:
             self._on_token(int(ids))
         self._prompt_seen = True
+
     def end(self) -> None:
         pass
 

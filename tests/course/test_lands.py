@@ -146,6 +146,18 @@ def test_one_changed_word_is_found_and_make_sync_mends_it(clone, old, new):
     assert lands.problems(clone) == []
 
 
+def test_a_skeleton_is_filled_in(clone):
+    skeleton = """# %%
+# lands in nanoserve/layers.py
+class Model:
+    def forward(self): ...
+    @property
+    def depth(self): ...
+"""
+    filled = "# %%\n# lands in nanoserve/layers.py\n" + ENGINE[ENGINE.index("@decorated") :]
+    assert lands.rewrite(skeleton, "day01_layers", clone) == filled
+
+
 def test_rewriting_what_is_in_step_changes_nothing():
     for twin in lands.twins():
         text = twin.read_text(encoding="utf-8")

@@ -175,7 +175,8 @@ def _clockwise(x):
 
 @wrong("The halves change places, but nothing changes sign: that is a mirror, not a turn.")
 def _mirror(x):
-    return rotate_half(x).abs() * torch.cat(x.sign().chunk(2, dim=-1)[::-1], dim=-1)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([second, first], dim=-1)
 
 
 @wrong("The sign is right and the halves have not moved: (a, b) has become (-a, b).")
@@ -388,7 +389,7 @@ def _draw_turn(position: int, pair: int):
     """One pair of SmolLM2's heads: where it points, and the cosine that its table holds."""
     frequency = float(rope_frequencies(SMOLLM2)[pair])
     angle, ink = position * frequency, COLOURS["engine"]
-    fig, (dial, wave) = figure(height=3.6, panels=2)
+    fig, (dial, wave) = figure(height=3.3, panels=2)
     around = [2 * math.pi * i / 200 for i in range(201)]
     dial.plot([math.cos(a) for a in around], [math.sin(a) for a in around], color=COLOURS["grid"])
     for earlier in range(max(0, position - 8), position):

@@ -62,6 +62,8 @@ def _mixed(q, n_kv):
 
 def _and_is_view(answer, q, n_kv):
     out = answer(q, n_kv)
+    if not isinstance(out, torch.Tensor):
+        return out
     same = out.untyped_storage().data_ptr() == q.untyped_storage().data_ptr()
     return "a view of q" if same else "a copy"
 

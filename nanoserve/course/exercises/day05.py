@@ -1,0 +1,133 @@
+"""Day 5: the gated MLP."""
+
+import torch
+import torch.nn.functional as F
+
+from nanoserve.course.exercise import Case, Exercise, close, wrong
+from nanoserve.layers import swiglu
+
+
+def _cases() -> list[Case]:
+    random = torch.Generator().manual_seed(5)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=random)
+
+    by_hand = (
+        torch.tensor([[1.0, 2.0]]),  # one token, hidden size 2
+        torch.tensor([[1.0, 0.0], [0.0, -1.0], [0.0, 0.0]]),  # z = (1, -2, 0)
+        torch.tensor([[2.0, 0.0], [0.0, 1.0], [1.0, 1.0]]),  # up = (2, 2, 3)
+        torch.tensor([[1.0, 0.0, 1.0], [0.0, 1.0, 1.0]]),
+    )
+    weights = draw(10, 6), draw(10, 6), draw(6, 10)
+    square = draw(6, 6), draw(6, 6), draw(6, 6)
+    agree = close(atol=1e-5, rtol=1e-5)
+    half = [t.bfloat16() for t in (draw(5, 6), *weights)]
+    return [
+        Case("one token, 3 hidden units, by hand", by_hand, kind="formula", compare=agree),
+        Case("2 texts of 5 tokens, 6 wide, 10 inside", (draw(2, 5, 6), *weights), kind="shape",
+             compare=agree),
+        Case("as wide inside as outside: 6 and 6", (draw(5, 6), *square), kind="turned",
+             compare=agree),
+        Case("bfloat16", tuple(half), kind="shape", compare=close(atol=0.25, rtol=0.05)),
+    ]  # fmt: skip
+
+
+_HINTS = {
+    "formula": (
+        "By hand: gate x = (1, -2, 0) and up x = (2, 2, 3). Which of the two is bent?",
+        "silu(z) = z * sigmoid(z) makes (0.7311, -0.2384, 0) of the first; multiplied number by "
+        "number with the second, that is (1.4621, -0.4768, 0).",
+        "`F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)`",
+    ),
+    "shape": (
+        "Write the shape under each step. x ends in 6, the middle in 10, the result in 6 again.",
+        "A weight is [out, in], and x may have any axes before its last: multiply by the "
+        "transposed weight, which is what F.linear does.",
+        "`F.linear(x, gate)` is `x @ gate.T`: [2, 5, 6] times [6, 10] is [2, 5, 10].",
+    ),
+    "turned": (
+        "Here every matrix is square, so a transpose too many or too few raises nothing.",
+        "All three weights are [out, in], down as well.",
+        "Use F.linear for all three, and no `.T` anywhere.",
+    ),
+}
+
+
+@wrong("Gate and up have changed places: silu bends gate x, and up x stays as it is.")
+def _swapped(x, gate, up, down):
+    return swiglu(x, up, gate, down)
+
+
+@wrong("That is GEGLU: the gate goes through gelu. This model was trained with silu.")
+def _gelu(x, gate, up, down):
+    return F.linear(F.gelu(F.linear(x, gate)) * F.linear(x, up), down)
+
+
+@wrong("The gate goes through relu, which is 0 for every negative z. silu dips below 0 there.")
+def _relu(x, gate, up, down):
+    return F.linear(F.relu(F.linear(x, gate)) * F.linear(x, up), down)
+
+
+@wrong("The gate is the sigmoid alone. silu is z * sigmoid(z): a factor z is missing.")
+def _sigmoid(x, gate, up, down):
+    return F.linear(torch.sigmoid(F.linear(x, gate)) * F.linear(x, up), down)
+
+
+@wrong("The two halves are added. A gate multiplies, number by number.")
+def _sum(x, gate, up, down):
+    return F.linear(F.silu(F.linear(x, gate)) + F.linear(x, up), down)
+
+
+@wrong("silu is taken of the product. It bends the gate alone, before the two are multiplied.")
+def _silu_of_product(x, gate, up, down):
+    return F.linear(F.silu(F.linear(x, gate) * F.linear(x, up)), down)
+
+
+@wrong("Both halves are bent. silu belongs to the gate; up x stays a straight product.")
+def _both_bent(x, gate, up, down):
+    return F.linear(F.silu(F.linear(x, gate)) * F.silu(F.linear(x, up)), down)
+
+
+@wrong("Nothing is bent: silu is missing, and gate x multiplies as it is.")
+def _no_silu(x, gate, up, down):
+    return F.linear(F.linear(x, gate) * F.linear(x, up), down)
+
+
+@wrong("up is left out: this is an MLP of two matrices, without a gate.")
+def _no_up(x, gate, up, down):
+    return F.linear(F.silu(F.linear(x, gate)), down)
+
+
+@wrong("x is added to the result. The block does that, on Day 7; the MLP gives its own part only.")
+def _residual(x, gate, up, down):
+    return x + swiglu(x, gate, up, down)
+
+
+@wrong("down is used as if it were [in, out]. It is [hidden, intermediate], [out, in] like all.")
+def _down_turned(x, gate, up, down):
+    return (F.silu(F.linear(x, gate)) * F.linear(x, up)) @ down
+
+
+@wrong("The weights are used as if they were [in, out]. They are [out, in]: multiply by weight.T.")
+def _all_turned(x, gate, up, down):
+    return (F.silu(x @ gate) * (x @ up)) @ down
+
+
+@wrong("The middle is never brought back to the hidden size: down is missing.")
+def _no_down(x, gate, up, down):
+    return F.silu(F.linear(x, gate)) * F.linear(x, up)
+
+
+EXERCISES = (
+    Exercise(
+        "swiglu",
+        _cases,
+        _HINTS,
+        "nanoserve.layers:swiglu",
+        wrong=(
+            _swapped, _gelu, _relu, _sigmoid, _sum, _silu_of_product, _both_bent, _no_silu,
+            _no_up, _residual, _down_turned, _all_turned, _no_down,
+        ),
+    ),
+)  # fmt: skip

@@ -1,0 +1,355 @@
+"""Day 8: one layer's weights by name, the stack of blocks, the head."""
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+
+from nanoserve.course.exercise import Case, Exercise, close, wrong
+from nanoserve.course.exercises.day07 import CONFIG as DAY7
+from nanoserve.course.exercises.day07 import random_layer
+from nanoserve.layers import block, rms_norm
+
+CONFIG = replace(DAY7, num_layers=3, vocab_size=13, context=64)
+
+
+def random_weights(tied: bool = True) -> dict[str, torch.Tensor]:
+    """A small model's weights, by their Hugging Face names."""
+    generator = torch.Generator().manual_seed(8)
+    vocab, hidden = CONFIG.vocab_size, CONFIG.hidden_size
+    embedding = torch.randn(vocab, hidden, generator=generator)
+    weights = {
+        "model.embed_tokens.weight": embedding,
+        "model.norm.weight": 1 + 0.5 * torch.randn(hidden, generator=generator),
+        "lm_head.weight": embedding if tied else torch.randn(vocab, hidden, generator=generator),
+    }
+    for i in range(CONFIG.num_layers):
+        weights |= {f"model.layers.{i}.{k}": w for k, w in random_layer(seed=i).items()}
+    return weights
+
+
+# _layer ------------------------------------------------------------------------------------------
+
+
+def _prefix(i: int) -> str:
+    return f"model.layers.{i}."
+
+
+@wrong(
+    "Layer 1 also gets the weights of layers 10 to 19: their names begin with `model.layers.1` "
+    "too. End the prefix with its dot."
+)
+def _no_dot(weights, i):
+    start = _prefix(i)[:-1]
+    return {n[len(start) + 1 :]: w for n, w in weights.items() if n.startswith(start)}
+
+
+@wrong("The names still carry their layer. Cut the prefix off: every layer uses the same names.")
+def _keeps_prefix(weights, i):
+    return {n: w for n, w in weights.items() if n.startswith(_prefix(i))}
+
+
+@wrong(
+    "`lstrip` takes away letters, not a prefix, and so eats into the name that follows. "
+    "`removeprefix` takes away the prefix."
+)
+def _lstrip(weights, i):
+    return {n.lstrip(_prefix(i)): w for n, w in weights.items() if n.startswith(_prefix(i))}
+
+
+@wrong("Only weights are taken. Some models have biases (`.bias`), and they belong to the layer.")
+def _no_bias(weights, i):
+    return {n: w for n, w in _right(weights, i).items() if n.endswith(".weight")}
+
+
+@wrong("The names end at the part, without `.weight` or `.bias`. Cut only at the front.")
+def _cut_behind(weights, i):
+    return {n.rpartition(".")[0]: w for n, w in _right(weights, i).items()}
+
+
+@wrong("Layers count from 0, in the checkpoint and here: nothing has to be taken from i.")
+def _from_one(weights, i):
+    return _right(weights, i - 1)
+
+
+@wrong("The tensors were copied. A second set of weights would take twice the memory.")
+def _copies(weights, i):
+    return {n: w.clone() for n, w in _right(weights, i).items()}
+
+
+def _right(weights, i):
+    return {n[len(_prefix(i)) :]: w for n, w in weights.items() if n.startswith(_prefix(i))}
+
+
+def _named() -> dict[str, torch.Tensor]:
+    """Tensors that are told apart by their one number."""
+    names = ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"]
+    for i in (0, 1, 2, 10, 11):
+        parts = ("self_attn.q_proj.weight", "self_attn.q_proj.bias", "mlp.down_proj.weight")
+        names += [_prefix(i) + part for part in (*parts, "input_layernorm.weight")]
+    return {name: torch.tensor([float(number)]) for number, name in enumerate(names)}
+
+
+def _same_memory(answer, weights, i):
+    return all(any(got is w for w in weights.values()) for got in answer(weights, i).values())
+
+
+def _layer_cases() -> list[Case]:
+    return [
+        Case("layer 2", (_named(), 2), kind="names"),
+        Case("layer 0", (_named(), 0), kind="names"),
+        Case("layer 1 of 12", (_named(), 1), kind="twelve"),
+        Case("layer 11 of 12", (_named(), 11), kind="twelve"),
+        Case("the very same tensors?", (_named(), 2), kind="names", call=_same_memory),
+    ]
+
+
+# hidden ------------------------------------------------------------------------------------------
+
+
+def _run(self, ids, cache=None, layers=None, norm=True, position=None, scale=1.0, handed=True):
+    """The stack, with the places where people go wrong as options."""
+    start = (0 if cache is None else cache.seq_len) if position is None else position
+    cos, sin = self._rope(start, start + ids.shape[1])
+    x = scale * F.embedding(ids, self.weights["model.embed_tokens.weight"])
+    for index, layer in enumerate(self.layers):
+        if layers is None or index in layers:
+            x = block(x, layer, cos, sin, self.config, cache if handed else None, index)
+    return rms_norm(x, self.weights["model.norm.weight"], self.config.norm_eps) if norm else x
+
+
+@wrong("The final norm is missing: the head expects the stream normed with `model.norm.weight`.")
+def _no_norm(self, ids, cache=None):
+    return _run(self, ids, cache, norm=False)
+
+
+@wrong("The last block is left out: go through all of self.layers.")
+def _one_short(self, ids, cache=None):
+    return _run(self, ids, cache, layers=range(len(self.layers) - 1))
+
+
+@wrong("Each block reads the embedding. Its input is what the block before it has made.")
+def _not_a_chain(self, ids, cache=None):
+    cos, sin = self._rope(0, ids.shape[1])
+    start = x = F.embedding(ids, self.weights["model.embed_tokens.weight"])
+    for index, layer in enumerate(self.layers):
+        x = block(start, layer, cos, sin, self.config, cache, index)
+    return rms_norm(x, self.weights["model.norm.weight"], self.config.norm_eps)
+
+
+@wrong("The first layer's weights run in every block: take each layer of self.layers once.")
+def _same_layer(self, ids, cache=None):
+    cos, sin = self._rope(0, ids.shape[1])
+    x = F.embedding(ids, self.weights["model.embed_tokens.weight"])
+    for index in range(len(self.layers)):
+        x = block(x, self.layers[0], cos, sin, self.config, cache, index)
+    return rms_norm(x, self.weights["model.norm.weight"], self.config.norm_eps)
+
+
+@wrong("The blocks run from the last to the first: layer 0 comes first.")
+def _backwards(self, ids, cache=None):
+    cos, sin = self._rope(0, ids.shape[1])
+    x = F.embedding(ids, self.weights["model.embed_tokens.weight"])
+    for index in reversed(range(len(self.layers))):
+        x = block(x, self.layers[index], cos, sin, self.config, cache, index)
+    return rms_norm(x, self.weights["model.norm.weight"], self.config.norm_eps)
+
+
+@wrong(
+    "The embedding is multiplied by the root of the hidden size. Gemma does that; Llama does not."
+)
+def _scaled(self, ids, cache=None):
+    return _run(self, ids, cache, scale=self.config.hidden_size**0.5)
+
+
+@wrong("The norm is applied behind every block. It stands once, behind the last.")
+def _norms_everywhere(self, ids, cache=None):
+    cos, sin = self._rope(0, ids.shape[1])
+    x = F.embedding(ids, self.weights["model.embed_tokens.weight"])
+    for index, layer in enumerate(self.layers):
+        x = block(x, layer, cos, sin, self.config, cache, index)
+        x = rms_norm(x, self.weights["model.norm.weight"], self.config.norm_eps)
+    return x
+
+
+@wrong(
+    "Positions start at 0 though the cache holds tokens already: the first new position is "
+    "cache.seq_len."
+)
+def _from_zero(self, ids, cache=None):
+    return _run(self, ids, cache, position=0)
+
+
+@wrong("The positions are one too high: the first token stands at position 0.")
+def _off_by_one(self, ids, cache=None):
+    return _run(self, ids, cache, position=1 + (0 if cache is None else cache.seq_len))
+
+
+@wrong("The cache is not handed on to the blocks.")
+def _cache_dropped(self, ids, cache=None):
+    return _run(self, ids, cache, handed=False)
+
+
+def _hidden(model, config, weights, ids):
+    return model(config, weights).hidden(ids)
+
+
+class _Recorder:
+    """A cache of seven tokens that is asked and written to, and forgets all."""
+
+    def __init__(self) -> None:
+        self.seq_len, self.rows = 7, []
+
+    def append(self, layer, k, v):
+        self.rows.append(layer)
+        return k, v
+
+
+def _hidden_with_a_cache(model, config, weights, ids):
+    cache, built, asked = _Recorder(), model(config, weights), []
+    rope = built._rope
+
+    def spy(start, stop):
+        asked.append((int(start), int(stop)))
+        return rope(start, stop)
+
+    built._rope = spy
+    out = built.hidden(ids, cache)
+    return {"positions": asked, "layers that wrote": cache.rows, "output": out}
+
+
+def _hidden_cases() -> list[Case]:
+    ids = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 5, 12]])
+    loose, first = close(1e-4, 1e-4), replace(CONFIG, num_layers=1)
+    return [
+        Case("one block, one token", (first, random_weights(), ids[:1, :1]),
+             kind="ends", compare=loose, call=_hidden),
+        Case("three blocks, a batch of 2, 5 tokens", (CONFIG, random_weights(), ids),
+             kind="stack", compare=loose, call=_hidden),
+        Case("a cache that holds 7 tokens", (CONFIG, random_weights(), ids[:1]),
+             kind="cache", compare=loose, call=_hidden_with_a_cache),
+    ]  # fmt: skip
+
+
+# head --------------------------------------------------------------------------------------------
+
+
+@wrong(
+    "It uses the embedding. That is right for a tied head only; `lm_head.weight` is always there."
+)
+def _embedding(self, hidden):
+    return F.linear(hidden, self.weights["model.embed_tokens.weight"])
+
+
+@wrong("These are probabilities. Logits are the scores before any softmax.")
+def _probabilities(self, hidden):
+    return F.linear(hidden, self.weights["lm_head.weight"]).softmax(-1)
+
+
+@wrong("It picks the best token already. The head gives all the scores; choosing comes on Day 9.")
+def _picked(self, hidden):
+    return F.linear(hidden, self.weights["lm_head.weight"]).argmax(-1)
+
+
+@wrong("Only the last position comes out: the head works on whatever positions it is given.")
+def _last_only(self, hidden):
+    return F.linear(hidden[..., -1:, :], self.weights["lm_head.weight"])
+
+
+@wrong("The norm is applied a second time: `hidden` has done that.")
+def _normed_again(self, hidden):
+    hidden = rms_norm(hidden, self.weights["model.norm.weight"], self.config.norm_eps)
+    return F.linear(hidden, self.weights["lm_head.weight"])
+
+
+@wrong("The logits are scaled by the root of the hidden size. Nothing is scaled here.")
+def _scaled_logits(self, hidden):
+    return F.linear(hidden, self.weights["lm_head.weight"]) / self.config.hidden_size**0.5
+
+
+def _head(model, config, weights, hidden):
+    return model(config, weights).head(hidden)
+
+
+def _head_cases() -> list[Case]:
+    generator = torch.Generator().manual_seed(3)
+    batch = torch.randn(2, 5, CONFIG.hidden_size, generator=generator)
+    return [
+        Case("a tied head, a batch of 2, 5 tokens", (CONFIG, random_weights(), batch),
+             kind="head", compare=close(1e-4, 1e-4), call=_head),
+        Case("a head of its own", (CONFIG, random_weights(tied=False), batch),
+             kind="head", compare=close(1e-4, 1e-4), call=_head),
+        Case("a single vector", (CONFIG, random_weights(), batch[0, 0]),
+             kind="head", compare=close(1e-4, 1e-4), call=_head),
+    ]  # fmt: skip
+
+
+EXERCISES = (
+    Exercise(
+        "_layer",
+        _layer_cases,
+        hints={
+            "names": (
+                "Print the names of one layer. What do they have in common, and what is left when "
+                "you cut it off?",
+                "Keep the names that start with f'model.layers.{i}.', cut that part off, and leave "
+                "the tensor itself alone.",
+                "prefix = f'model.layers.{i}.', then {name.removeprefix(prefix): w for name, w in "
+                "weights.items() if name.startswith(prefix)}",
+            ),
+            "twelve": (
+                "Which names begin with `model.layers.1`?",
+                "model.layers.10 and model.layers.11 do as well. What stands behind the number?",
+                "The prefix ends with a dot: f'model.layers.{i}.'",
+            ),
+        },
+        target="nanoserve.model:_layer",
+        wrong=(_no_dot, _keeps_prefix, _lstrip, _no_bias, _cut_behind, _from_one, _copies),
+    ),
+    Exercise(
+        "hidden",
+        _hidden_cases,
+        hints={
+            "ends": (
+                "There is one block. What has to happen before it and after it?",
+                "Before: look up a row of the embedding for each id (F.embedding), and ask "
+                "self._rope for cos and sin. After: the final norm.",
+                'x = F.embedding(ids, self.weights["model.embed_tokens.weight"]), and at the end '
+                'rms_norm(x, self.weights["model.norm.weight"], self.config.norm_eps).',
+            ),
+            "stack": (
+                "One block is right and three are not: what does the second block get?",
+                "self.layers holds a dictionary for each block. The output of one is the input of "
+                "the next.",
+                "for index, layer in enumerate(self.layers): "
+                "x = block(x, layer, cos, sin, self.config, cache, index)",
+            ),
+            "cache": (
+                "The cache holds seven tokens. At which position does the first new one stand?",
+                "start = 0 if cache is None else cache.seq_len; the positions run from there.",
+                "cos, sin = self._rope(start, start + ids.shape[1]), and hand cache and index to "
+                "every block.",
+            ),
+        },
+        target="nanoserve.model:Model.hidden",
+        wrong=(
+            _no_norm, _one_short, _not_a_chain, _same_layer, _backwards, _scaled,
+            _norms_everywhere, _from_zero, _off_by_one, _cache_dropped,
+        ),
+    ),
+    Exercise(
+        "head",
+        _head_cases,
+        hints={
+            "head": (
+                "One matrix with a row for each token of the vocabulary. What is its name in the "
+                "weights?",
+                "A score is the product of the vector with one row, so all of them are one linear "
+                "layer without a bias.",
+                'F.linear(hidden, self.weights["lm_head.weight"])',
+            ),
+        },
+        target="nanoserve.model:Model.head",
+        wrong=(_embedding, _probabilities, _picked, _last_only, _normed_again, _scaled_logits),
+    ),
+)  # fmt: skip

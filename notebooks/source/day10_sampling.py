@@ -1,0 +1,701 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Day 10 · Sampling
+#
+# Week 3 · Phase 1, correct generation · you need: Day 9 (the greedy loop)
+#
+# **Today** the engine learns to draw lots. You write the four ways in which every chat service
+# shapes the draw, temperature, top-k, top-p and min-p, and prove them equal to the oracle's, ties
+# and edges included.
+
+# %%
+# Set-up: installs nanoserve where it is missing (as on Colab). In your own clone it does nothing.
+import importlib.util, subprocess, sys
+from pathlib import Path
+
+REPOSITORY = ""  # on GitHub, OWNER/NAME
+if importlib.util.find_spec("nanoserve") is None:
+    wheels = sorted(Path.cwd().glob("nanoserve-*.whl"), key=lambda wheel: wheel.stat().st_mtime)
+    source = f"https://github.com/{REPOSITORY}/archive/refs/heads/main.zip" if REPOSITORY else None
+    source = wheels[-1].as_uri() if wheels else source
+    if source is None:
+        raise ModuleNotFoundError("put a nanoserve-*.whl beside this notebook, then run again")
+    print("Installing nanoserve, which takes a minute or two, from", source)
+    pip = [sys.executable, "-m", "pip", "install", "-q", f"nanoserve[notebook] @ {source}"]
+    done = subprocess.run(pip, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    print(done.stdout)
+    if done.returncode:
+        raise RuntimeError("pip could not install nanoserve; its reason stands above.")
+    importlib.invalidate_caches()
+
+# %%
+from nanoserve.course import day
+
+today = day(10)
+today.picture("sampling-masks")
+
+# %% [markdown]
+# ## Why it matters
+#
+# Greedy takes the largest logit every time. Ask twice, and it says the same. Ask for a story, and it
+# walks in circles. And where two tokens are nearly equal, it treats the second as if it were the
+# worst.
+#
+# The model does not say "this token". It says how probable *each* token is. **Sampling** takes it at
+# its word: draw the next token, each with its probability. But that gives 49,152 tokens a chance at
+# every step, and most of them are nonsense. So the tail is cut off first, and there are several ways
+# to cut.
+#
+# The words of the day:
+
+# %%
+today.glossary()
+
+# %% [markdown]
+# ## What does the model leave open?
+#
+# Three prompts. For each, sort the tokens by probability, the best first, and add up until 90 % is
+# reached. How many tokens does that take?
+
+# %%
+today.predict("paris", "How many tokens hold 90% after 'The capital of France is'?", guess=None)
+today.predict("story", "And after 'Once upon a time,'?", guess=None)
+
+# %%
+import torch
+
+from nanoserve import load_model, load_tokenizer
+from nanoserve.generate import next_logits
+
+model, tokenizer = load_model("smollm2"), load_tokenizer("smollm2")
+prompts = ["The capital of France is", "Once upon a time", "Once upon a time,"]
+logits = {text: next_logits(model, tokenizer.encode(text)) for text in prompts}
+for text in prompts:
+    best = logits[text].softmax(dim=-1).topk(4)
+    named = [f"{tokenizer.decode([i])!r} {p:.0%}" for p, i in zip(*(x.tolist() for x in best))]
+    print(f"{text!r:27}", ", ".join(named))
+
+# %%
+from nanoserve.course import plots
+from nanoserve.course.plots import COLOURS
+
+held = {}  # for each prompt: the probability that its 1, 2, 3, ... best tokens hold together
+for text in prompts:
+    held[text] = logits[text].softmax(dim=-1).sort(descending=True).values.cumsum(dim=-1)
+    print(f"{text!r:27} tokens that hold 90%: {int((held[text] < 0.9).sum()) + 1}")
+print("your guesses:", today.guess("paris"), "and", today.guess("story"))
+
+# %%
+fig, ax = plots.figure(
+    xlabel="tokens, the best first", ylabel="probability they hold", title="How much is left open"
+)
+ranks = range(1, 20_001)
+with plots.style():
+    for text in prompts:
+        ax.plot(ranks, held[text][:20_000], color=COLOURS["engine"])
+    ax.axhline(0.9, color=COLOURS["muted"], linestyle=":")
+    ax.set(xscale="log", ylim=(0, 1.08), xlim=(0.8, 40_000))
+    ax.set_xticks([1, 10, 100, 1_000, 10_000], ["1", "10", "100", "1,000", "10,000"])
+plots.label_line(ax, 40, 0.70, prompts[2], COLOURS["engine"])
+plots.label_line(ax, 1, 0.74, prompts[0], COLOURS["engine"])
+plots.label_line(ax, 1, 1.01, prompts[1], COLOURS["engine"])
+for name, height in (("paris", 0.16), ("story", 0.06)):
+    if guess := today.guess(name):
+        ax.vlines(guess, height, 0.9, color=COLOURS["prediction"], linestyle=":")
+        plots.prediction_marker(ax, guess, height, f"your guess: {name}", "right")
+fig
+
+# %% [markdown]
+# One comma apart, and the choice goes from one token to 665. After "Once upon a time" everything is
+# settled: a comma follows. After the comma everything is open, since any story can begin.
+#
+# Keep the two in mind. A way of cutting has to deal with both, at every step, without being told
+# which it has before it.
+#
+# ## What a caller may ask for
+#
+# `SamplingParams` is the caller's wish list. It refuses what makes no sense, and names the field: an
+# option that is silently ignored costs somebody an afternoon.
+
+# %%
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+# %% jupyter={"source_hidden": true}
+# lands in nanoserve/sampling.py
+HUGE = sys.float_info.max
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one sequence is to be continued. Out of range is a ValueError that names the field."""
+
+    max_tokens: int = 16
+    temperature: float = 0.0  # 0 is greedy
+    top_k: int = 0  # 0 keeps all
+    top_p: float = 1.0  # 1 keeps all
+    min_p: float = 0.0  # 0 keeps all
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    stop: str | Sequence[str] = ()  # one string or several, kept as a tuple
+    seed: int | None = None
+    logprobs: int | None = None  # how many alternatives to report beside the token's own
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        _require(self, "max_tokens", int, 1, math.inf, "an integer of at least 1")
+        _require(self, "temperature", float, 0, HUGE, "a finite number of at least 0 (greedy)")
+        _require(self, "top_k", int, 0, math.inf, "an integer of at least 0 (off)")
+        _require(self, "top_p", float, 0, 1, "a number from 0 to 1 (off)")
+        _require(self, "min_p", float, 0, 1, "a number from 0 (off) to 1")
+        _require(self, "repetition_penalty", float, math.ulp(0), HUGE, "a finite number above 0")
+        _require(self, "presence_penalty", float, -2, 2, "a number from -2 to 2")
+        _require(self, "frequency_penalty", float, -2, 2, "a number from -2 to 2")
+        if not (isinstance(stop, list | tuple) and all(isinstance(s, str) and s for s in stop)):
+            allowed = "a non-empty string, or a list or tuple of them"
+            raise ValueError(f"stop must be {allowed}, got {self.stop!r}")
+        if self.seed is not None:
+            _require(self, "seed", int, 0, 2**64 - 1, "None or an integer from 0 to 2**64 - 1")
+        if self.logprobs is not None:
+            _require(self, "logprobs", int, 0, 20, "None or an integer from 0 to 20")
+        object.__setattr__(self, "stop", tuple(stop))
+
+
+def _require(
+    params: SamplingParams, name: str, kind: type, low: float, high: float, allowed: str
+) -> None:
+    """Refuse a field that is no number of that kind from low to high; NaN lies nowhere."""
+    value = getattr(params, name)
+    number = isinstance(value, (int, kind)) and not isinstance(value, bool)
+    if not (number and low <= value <= high):
+        raise ValueError(f"{name} must be {allowed}, got {value!r}")
+
+
+# %%
+for wish in [{"top_p": 1.5}, {"temperature": -1}, {"top_k": 2.0}, {"min_p": float("nan")}]:
+    try:
+        SamplingParams(**wish)
+    except ValueError as error:
+        print(error)
+
+# %% [markdown]
+# ## Your turn: temperature
+#
+# Divide every logit by the temperature $T$, then let softmax make probabilities of them:
+#
+# $$p_i = \frac{e^{z_i / T}}{\sum_j e^{z_j / T}}$$
+#
+# Below 1 the differences grow, and the best token takes more. Above 1 they shrink. At 0 it would be
+# greedy, and is a case of its own, so `temperature` is above 0 here.
+#
+# `logits` are `[..., vocab]`: one row, or several. Return logits of the same shape. A caller may ask
+# for 0.0001, or for less. Softmax has to come out right there too.
+
+
+# %%
+def apply_temperature(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Logits [..., vocab] -> logits [..., vocab] at this temperature, which is above 0."""
+    raise NotImplementedError("your turn")
+
+
+today.check(apply_temperature)
+
+# %% [markdown]
+# Stuck? `today.hint()` looks at the case that failed. The solution is folded below.
+
+
+# %% jupyter={"source_hidden": true}
+# lands in nanoserve/sampling.py
+def apply_temperature(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Divide by a temperature above 0: below 1 sharpens, above 1 flattens.
+
+    The largest logit becomes 0 first, which changes no probability; so nothing overflows to +inf.
+    Float64 because float32 would round a temperature of 1e-50 to 0.
+    """
+    shifted = logits.double() - logits.amax(-1, keepdim=True)
+    return (shifted / temperature).float()
+
+
+# %% [markdown]
+# Softmax knows differences only. Moving the largest logit to 0 changes no probability, and then a
+# quotient can only run off towards -inf, which is a probability of 0 and does no harm.
+
+# %%
+print("temperature", *(f"{text!r:>27}" for text in prompts))
+for temperature in (0.5, 0.7, 1.0, 1.5):
+    best = [apply_temperature(logits[text], temperature).softmax(dim=-1).max() for text in prompts]
+    print(f"{temperature:11}", *(f"{p:27.0%}" for p in best))
+
+# %% [markdown]
+# That is the probability of the best token. Temperature changes all the odds and removes nobody.
+# The next three remove.
+#
+# ## Your turn: top-k
+#
+# A **mask** returns the logits with -inf in the place of what is removed. The rest stays as it is;
+# softmax shares the probability out among them. Top-k is the simplest: keep the $k$ largest.
+#
+# 1. What ties with the last one kept stays too: nothing tells the two apart.
+# 2. `top_k=0` means off. A `top_k` larger than the vocabulary keeps all.
+# 3. Each row of `[..., vocab]` is cut for itself.
+#
+# `logits.topk(k)` and `logits.masked_fill(condition, -torch.inf)` are all you need.
+
+
+# %%
+def mask_top_k(logits: torch.Tensor, top_k: int) -> torch.Tensor:
+    """Keep the top_k largest of logits [..., vocab], and their ties; -inf elsewhere."""
+    raise NotImplementedError("your turn")
+
+
+today.check(mask_top_k)
+
+
+# %% jupyter={"source_hidden": true}
+# lands in nanoserve/sampling.py
+def mask_top_k(logits: torch.Tensor, top_k: int) -> torch.Tensor:
+    """Keep the top_k largest logits, and whatever ties with the last of them; 0 keeps all."""
+    if top_k == 0:
+        return logits
+    last = logits.topk(min(top_k, logits.shape[-1])).values[..., -1:]  # [..., 1]
+    return logits.masked_fill(logits < last, -torch.inf)
+
+
+# %% [markdown]
+# Top-k is blind to how much is open. `k = 40` keeps 39 tokens too many after "Once upon a time", where
+# one holds 90 %, and forbids hundreds of good beginnings after the comma.
+#
+# ## Your turn: top-p
+#
+# Keep the fewest tokens that together hold the probability `top_p`. Sharp distributions keep one,
+# flat ones keep hundreds. This is where most sampling bugs live. With probabilities 0.5, 0.41 and
+# 0.09, and `top_p = 0.9`:
+#
+# | token | probability | sum before it | sum with it | |
+# | --- | --- | --- | --- | --- |
+# | A | 0.50 | 0.00 | 0.50 | stays |
+# | B | 0.41 | 0.50 | 0.91 | stays: without it only 0.5 is held |
+# | C | 0.09 | 0.91 | 1.00 | goes: 0.9 is reached |
+#
+# 1. A token stays while the sum *before* it is less than `top_p`.
+# 2. The best token always stays, at `top_p = 0` too.
+# 3. The cut is by place: of several equal tokens at the line, only as many stay as are needed.
+# 4. Sort to add up, and bring the mask back into the order of the ids. `sort` returns those ids;
+#    `mask.scatter(-1, ids, mask)` puts each entry where its id says.
+
+
+# %%
+def mask_top_p(logits: torch.Tensor, top_p: float) -> torch.Tensor:
+    """Keep the fewest of logits [..., vocab] whose probabilities reach top_p; -inf elsewhere."""
+    raise NotImplementedError("your turn")
+
+
+today.check(mask_top_p)
+
+
+# %% jupyter={"source_hidden": true}
+# lands in nanoserve/sampling.py
+def mask_top_p(logits: torch.Tensor, top_p: float) -> torch.Tensor:
+    """Keep the fewest tokens whose probabilities reach top_p (Holtzman et al. 2020, section 3.1).
+
+    Summed from the smallest up: what adds up to 1 - top_p or less goes. The last one always stays.
+    """
+    ascending, ids = logits.sort(dim=-1)
+    tail = ascending.softmax(dim=-1).cumsum(dim=-1) <= 1 - top_p
+    tail[..., -1] = False
+    return logits.masked_fill(tail.scatter(-1, ids, tail), -torch.inf)
+
+
+# %% [markdown]
+# The engine adds up from the smallest, as `transformers` does, and removes what sums to
+# `1 - top_p` or less. It is the same rule from the other end. Adding small numbers first also keeps
+# more of their digits.
+#
+# ## Your turn: min-p
+#
+# The youngest of the three, and the shortest. Keep what is at least `min_p` times as probable as the
+# best token. At 0.1, a token may be a tenth as probable as the best, and no less.
+
+
+# %%
+def mask_min_p(logits: torch.Tensor, min_p: float) -> torch.Tensor:
+    """Keep what is at least min_p times as probable as the best of its row; -inf elsewhere."""
+    raise NotImplementedError("your turn")
+
+
+today.check(mask_min_p)
+
+
+# %% jupyter={"source_hidden": true}
+# lands in nanoserve/sampling.py
+def mask_min_p(logits: torch.Tensor, min_p: float) -> torch.Tensor:
+    """Keep what is at least min_p times as probable as the best (Nguyen et al. 2024, section 3)."""
+    probs = torch.softmax(logits, dim=-1)
+    return logits.masked_fill(probs < min_p * probs.amax(-1, keepdim=True), -torch.inf)
+
+
+# %% [markdown]
+# ## All four, in order
+#
+# The order matters. Temperature comes first, so a high one moves more tokens over the bar of top-p.
+# Each mask then sees what the one before it left, renormalised. This is the order of `transformers`.
+
+
+# %% jupyter={"source_hidden": true}
+# lands in nanoserve/sampling.py
+def distribution(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """The probabilities a draw uses, [..., vocab]: temperature, top-k, top-p, min-p, softmax."""
+    logits = apply_temperature(logits, params.temperature)
+    if params.top_k > 0:
+        logits = mask_top_k(logits, params.top_k)
+    if params.top_p < 1:
+        logits = mask_top_p(logits, params.top_p)
+    if params.min_p > 0:
+        logits = mask_min_p(logits, params.min_p)
+    return torch.softmax(logits, dim=-1)
+
+
+# %%
+def survivors(text, **wish):
+    """How many tokens can still be drawn."""
+    return int(
+        (distribution(logits[text], SamplingParams(**{"temperature": 1.0} | wish)) > 0).sum()
+    )
+
+
+wishes = [
+    {"top_k": 40},
+    {"top_p": 0.9},
+    {"min_p": 0.1},
+    {"top_p": 0.9, "temperature": 0.7},
+    {"min_p": 0.1, "temperature": 1.5},
+]
+print(f"{'tokens left':33}", *(f"{text!r:>27}" for text in prompts))
+for wish in wishes:
+    name = ", ".join(f"{key}={value}" for key, value in wish.items())
+    print(f"{name:33}", *(f"{survivors(text, **wish):27,}" for text in prompts))
+
+# %% [markdown]
+# Top-p and min-p follow the distribution, and top-k does not. Now one row more. At temperature 1.5
+# the tail grows so heavy that it takes thousands of tokens to hold 90 %:
+
+# %%
+hot = [survivors(text, temperature=1.5, top_p=0.9) for text in prompts]
+print("top_p=0.9, temperature=1.5, to the nearest thousand:", [f"{round(n, -3):,}" for n in hot])
+
+# %% [markdown]
+# Six thousand ways to go on after "Once upon a time". That is what min-p was made for: its bar hangs
+# from the best token, and a heavy tail does not lower it. Try them; the outlined bars are what the
+# model says, the filled ones what is drawn from.
+
+# %%
+# NBVAL_IGNORE_OUTPUT
+after = logits["Once upon a time,"]
+labels = [repr(tokenizer.decode([i])) for i in after.topk(14).indices.tolist()]
+today.widget("sampling", logits=after, tokens=labels)
+
+# %% [markdown]
+# ## The draw
+#
+# One uniform number between 0 and 1, and the running sum of the probabilities: the first token whose
+# sum exceeds the number is drawn. A wide token is hit often, a token of probability 0 has no width.
+#
+# A **seed** makes a draw repeatable. The generator that it starts belongs to one sequence and must
+# be made once: one made anew at each step would draw the same number each time.
+
+
+# %% jupyter={"source_hidden": true}
+# lands in nanoserve/sampling.py
+def draw(probs: torch.Tensor, generator: torch.Generator | None = None) -> int:
+    """Draw one id from probs [vocab] with one uniform number: the first id whose running sum
+    exceeds it. An id of probability 0 is never drawn. Without a generator, torch's global one."""
+    sums = probs.double().cumsum(dim=-1)  # [vocab]; in float32 the rounding would favour some ids
+    device = probs.device if generator is None else generator.device
+    uniform = torch.rand((), dtype=torch.float64, device=device, generator=generator)
+    return int(torch.searchsorted(sums, uniform.to(sums.device) * sums[-1], right=True))
+
+
+def make_generator(seed: int | None, device: str | torch.device = "cpu") -> torch.Generator | None:
+    """A generator that starts from `seed`, or None (torch's global one) where seed is None.
+
+    Left on the CPU it gives the same numbers whatever device holds the logits.
+    """
+    return None if seed is None else torch.Generator(device).manual_seed(seed)
+
+
+# %%
+generator = make_generator(7)
+probs = torch.tensor([0.5, 0.0, 0.3, 0.2])
+once = [draw(probs, generator) for _ in range(12)]
+generator = make_generator(7)
+again = [draw(probs, generator) for _ in range(12)]
+print("the same 12 draws:", once == again, "  the token of probability 0 was drawn:", 1 in once)
+
+# %% [markdown]
+# ## Penalties
+#
+# Three more wishes, for models that repeat themselves. They come before everything else, and greedy
+# sees them too.
+#
+# | field | does | to tokens that |
+# | --- | --- | --- |
+# | `repetition_penalty` | divides a positive logit, multiplies a negative one | stand in the prompt or the answer |
+# | `presence_penalty` | subtracts, once | stand in the answer |
+# | `frequency_penalty` | subtracts, once for each use | stand in the answer |
+#
+# Why not simply divide? A logit of -2 divided by 2 is -1, which is *more* probable. The penalty would
+# be a reward.
+
+
+# %% jupyter={"source_hidden": true}
+# lands in nanoserve/sampling.py
+def apply_penalties(
+    logits: torch.Tensor,
+    prompt_ids: Sequence[int],
+    output_ids: Sequence[int],
+    params: SamplingParams,
+) -> torch.Tensor:
+    """Make the tokens that have been used less likely: [..., vocab] -> [..., vocab].
+
+    Repetition (Keskar et al. 2019, section 4.1) scales towards -inf whatever stands in the prompt
+    or the output; presence subtracts once, and frequency once per use, for the output alone.
+    """
+    repetition, presence = params.repetition_penalty, params.presence_penalty
+    if (repetition, presence, params.frequency_penalty) == (1, 0, 0):
+        return logits
+    uses = _count(output_ids, logits)  # [vocab]
+    seen = uses + _count(prompt_ids, logits) > 0
+    scaled = torch.where(logits < 0, logits * repetition, logits / repetition)
+    logits = torch.where(seen, scaled, logits)
+    return logits - presence * (uses > 0) - params.frequency_penalty * uses
+
+
+def _count(ids: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
+    """How often each id of the vocabulary occurs in ids: int64 [vocab]."""
+    ids = torch.as_tensor(ids, dtype=torch.long, device=logits.device)
+    return torch.bincount(ids, minlength=logits.shape[-1])
+
+
+# %%
+cat = tokenizer.encode("The cat sat on the mat. The cat sat on the")
+row = next_logits(model, cat)
+for penalty in (1.0, 1.3):
+    scores = apply_penalties(row, cat, [], SamplingParams(repetition_penalty=penalty))
+    print(penalty, [tokenizer.decode([i]) for i in scores.topk(3).indices.tolist()])
+
+# %% [markdown]
+# ## The sampler that lands
+#
+# All of it together, for one token. Look for three things as you read: temperature 0 never reaches a
+# random number; logits whose largest is NaN or infinite are refused, since a broken model should not
+# look like an odd choice of words; and the logprobs are the model's own, taken before anything was
+# changed.
+
+
+# %% jupyter={"source_hidden": true}
+# lands in nanoserve/sampling.py
+@dataclass(frozen=True)
+class Sample:
+    """One chosen token. The logprobs are the model's own: before penalties, temperature and masks.
+
+    `logprob` and `top` are None unless SamplingParams.logprobs asks for them; `top` maps that many
+    most probable ids to their logprobs, best first, whether or not the chosen one is among them.
+    """
+
+    token_id: int
+    logprob: float | None = None
+    top: dict[int, float] | None = None
+
+
+def sample(
+    logits: torch.Tensor,
+    params: SamplingParams,
+    generator: torch.Generator | None = None,
+    prompt_ids: Sequence[int] = (),
+    output_ids: Sequence[int] = (),
+) -> Sample:
+    """Choose the token that follows prompt_ids + output_ids, from the logits [vocab] of the last.
+
+    Temperature 0 takes the largest logit after penalties, the lowest id where several tie. A seed
+    needs a generator: one for the whole sequence, from make_generator. Raises ValueError where it
+    is missing, where logits has another shape, and where the largest logit is not finite.
+    """
+    if params.temperature > 0 and params.seed is not None and generator is None:
+        raise ValueError(f"seed {params.seed} needs a generator: make_generator(seed), once")
+    if logits.ndim != 1:
+        raise ValueError(f"logits must be [vocab], got shape {list(logits.shape)}")
+    raw = logits.float()
+    scores = apply_penalties(raw, prompt_ids, output_ids, params)
+    peak, best = scores.max(dim=-1)
+    if not math.isfinite(peak):
+        raise ValueError(f"the largest logit is {peak.item()}: nothing to sample from")
+    token = int(best) if params.temperature == 0 else draw(distribution(scores, params), generator)
+    if params.logprobs is None:
+        return Sample(token)
+    logprobs = torch.log_softmax(raw, dim=-1)  # [vocab]
+    top = logprobs.topk(min(params.logprobs, len(logprobs)))
+    pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+    return Sample(token, logprobs[token].item(), dict(pairs))
+
+
+# %%
+chosen = sample(logits["The capital of France is"], SamplingParams(logprobs=3))
+print(
+    f"{tokenizer.decode([chosen.token_id])!r}, logprob {chosen.logprob:.2f}, {math.exp(chosen.logprob):.0%}"
+)
+print({tokenizer.decode([i]): round(logprob, 2) for i, logprob in chosen.top.items()})
+
+# %% [markdown]
+# ## Prove it
+#
+# `transformers` has the same masks, written by other people. Real logits rarely tie, and a test on
+# them would miss every edge. So make logits that tie often, with holes of -inf in them, and compare
+# bit for bit.
+
+# %%
+from transformers import (
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+
+def random_logits(generator):
+    """Two rows of 43 logits on a coarse grid, so that many are equal, and some are -inf."""
+    rows = torch.randint(-8, 9, (2, 43), generator=generator) / 4
+    return rows.masked_fill(torch.rand(rows.shape, generator=generator) < 0.2, -torch.inf)
+
+
+def theirs(warper, rows):
+    return warper(None, rows.clone())
+
+
+# %%
+generator, same = make_generator(10), {"top-k": 0, "top-p": 0, "min-p": 0, "temperature": 0}
+for _ in range(300):
+    rows = random_logits(generator)
+    k = int(torch.randint(1, 60, (), generator=generator))
+    p = float(torch.rand((), generator=generator)) if k % 4 else 0.5
+    warm = theirs(TemperatureLogitsWarper(0.1 + p), rows).softmax(dim=-1)
+    same["top-k"] += torch.equal(mask_top_k(rows, k), theirs(TopKLogitsWarper(k), rows))
+    same["top-p"] += torch.equal(mask_top_p(rows, p), theirs(TopPLogitsWarper(p), rows))
+    same["min-p"] += torch.equal(mask_min_p(rows, p), theirs(MinPLogitsWarper(p), rows))
+    same["temperature"] += torch.allclose(apply_temperature(rows, 0.1 + p).softmax(dim=-1), warm)
+print("equal, of 300:", same)
+assert set(same.values()) == {300}
+
+# %% [markdown]
+# (`k` goes past the vocabulary of 43, and every fourth `p` is 0.5 exactly. Temperature is compared by
+# its probabilities, to rounding, since we shift the logits and they do not.)
+#
+# Temperature 0 is greedy, a tiny temperature is too, and a seed repeats:
+
+
+# %%
+def draws(wish, count=8):
+    """Tokens drawn from the open distribution, as one sequence would."""
+    generator = make_generator(wish.seed)
+    return [sample(after, wish, generator).token_id for _ in range(count)]
+
+
+best = int(after.argmax())
+print("temperature 0 is greedy:   ", draws(SamplingParams()) == [best] * 8)
+print("0.00001 is greedy in effect:", draws(SamplingParams(temperature=1e-5, seed=1)) == [best] * 8)
+one, two = SamplingParams(temperature=1.0, seed=1), SamplingParams(temperature=1.0, seed=2)
+print("a seed repeats:            ", draws(one) == draws(one))
+print("another seed differs:      ", draws(one) != draws(two))
+
+# %% [markdown]
+# And are the draws fair? Draw 10,000 times from six tokens. Counts never fit exactly; **chi-square**
+# says whether they fit as well as chance would have it. One of the six has probability 0, so four
+# counts are free, and a fair sampler exceeds 18.47 once in a thousand tries.
+
+# %%
+small = torch.tensor([1.0, -0.5, 0.25, -torch.inf, 2.0, 0.0])
+wish = SamplingParams(temperature=0.7, seed=10)
+generator = make_generator(wish.seed)
+counts = torch.zeros(6)
+for _ in range(10_000):
+    counts[sample(small, wish, generator).token_id] += 1
+expected = 10_000 * distribution(small, wish)
+fair = expected > 0
+chi_square = ((counts - expected)[fair] ** 2 / expected[fair]).sum()
+print(
+    "chi-square below 18.47:",
+    bool(chi_square < 18.47),
+    "  the impossible one was drawn:",
+    int(counts[3]),
+)
+
+# %%
+fig, ax = plots.figure(
+    height=3.2, xlabel="token", ylabel="times drawn", title="10,000 draws, and what was expected"
+)
+with plots.style():
+    ax.bar(range(6), counts, color=COLOURS["engine"], width=0.6)
+    for token, height in enumerate(expected.tolist()):
+        ax.hlines(height, token - 0.4, token + 0.4, color=COLOURS["ink"], linestyle="--")
+plots.label_line(ax, 4.4, expected[4], "expected", COLOURS["ink"])
+ax.set(xlim=(-0.6, 6.2), xticks=range(6))
+ax.grid(axis="x", visible=False)
+fig
+
+# %% [markdown]
+# ## Your answer is the engine
+#
+# The same beginning three times, with one seed. `today.mine()` runs the engine with those of your
+# answers that have passed.
+
+# %%
+from nanoserve import LLM
+
+llm = LLM("smollm2")
+
+
+def story(**wish):
+    (completion,) = llm.generate("Once upon a time,", SamplingParams(max_tokens=14, seed=1, **wish))
+    return completion.text
+
+
+with today.mine():
+    print(repr(story(temperature=0.8, top_p=0.9)))
+    print(repr(story(temperature=1.5, min_p=0.1)))
+    print(repr(story(temperature=1.5)))
+
+# %% [markdown]
+# The last has no mask at all, and shows why there are masks: at each step the tail is many small
+# chances of nonsense, and fourteen steps are enough to hit it.
+#
+# What today does not show is which setting is *best*. That is a question about readers, and no test
+# of the engine answers it. What the engine owes is that a setting does what its name says.
+#
+# ## What you learned
+#
+# 1. **A model gives a distribution; choosing is up to you.** Greedy is one choice, and a blind one
+#    where two tokens are nearly equal.
+# 2. **A good cut follows the distribution.** One comma turns one sensible token into hundreds, and no
+#    fixed k fits both.
+# 3. **Edges are where sampling goes wrong:** the token that crosses the line, the tie at the cut, the
+#    temperature near 0. Test on logits made of edges.
+#
+# ## Tomorrow
+#
+# The loop still runs the whole text through the model for each token, though nothing in the past
+# has changed. Day 11 keeps what can be kept: the keys and the values.
+#
+# **In one paragraph.** We drew the next token instead of taking the best. Temperature changes the
+# odds, top-k cuts by rank, top-p by mass, min-p by distance from the best, and three penalties hold
+# back what was said before. On six hundred rows full of ties and holes the masks were bit for bit
+# those of transformers, ten thousand draws were fair, and a seed repeats them. After "Once upon a
+# time" one token holds 90 %; after the comma it takes 665.

@@ -1,0 +1,517 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Day 11 · Remember the keys
+#
+# Week 3 · Phase 1, correct generation · you need: Day 9 (Greedy, token for token)
+#
+# **Today** you give the model a memory. You write the cache that keeps the keys and values of past
+# tokens, and the loop of Day 9 then computes one token per step instead of all of them.
+
+# %%
+# Set-up: installs nanoserve where it is missing (as on Colab). In your own clone it does nothing.
+import importlib.util, subprocess, sys
+from pathlib import Path
+
+REPOSITORY = ""  # on GitHub, OWNER/NAME
+if importlib.util.find_spec("nanoserve") is None:
+    wheels = sorted(Path.cwd().glob("nanoserve-*.whl"), key=lambda wheel: wheel.stat().st_mtime)
+    source = f"https://github.com/{REPOSITORY}/archive/refs/heads/main.zip" if REPOSITORY else None
+    source = wheels[-1].as_uri() if wheels else source
+    if source is None:
+        raise ModuleNotFoundError("put a nanoserve-*.whl beside this notebook, then run again")
+    print("Installing nanoserve, which takes a minute or two, from", source)
+    pip = [sys.executable, "-m", "pip", "install", "-q", f"nanoserve[notebook] @ {source}"]
+    done = subprocess.run(pip, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    print(done.stdout)
+    if done.returncode:
+        raise RuntimeError("pip could not install nanoserve; its reason stands above.")
+    importlib.invalidate_caches()
+
+# %%
+from nanoserve.course import day
+
+today = day(11)
+today.picture("kv-cache")
+
+# %% [markdown]
+# ## Why it matters
+#
+# Day 1 drew a curve: without memory, every token pays for all tokens before it. The cure is in every
+# engine there is, it takes about thirty lines, and it is the reason why a chat answer comes at the
+# speed of reading rather than slower with every word.
+#
+# It is also where engines go wrong most quietly. A cache that is off by one position gives no error.
+# It gives a model with a slightly wrong past.
+
+# %%
+today.glossary("KV cache", "key", "value", "prefill", "decode", "history", "capacity", "view")
+
+# %% [markdown]
+# ## What does not change
+#
+# Append a token to a text, and run the model again. What becomes different at the *earlier*
+# positions? Day 6 said: nothing. No token sees what comes after it.
+#
+# See it with your own eyes. The model hands every layer's keys and values to the `append` of
+# whatever it is given as `cache`. Give it something that only listens:
+
+# %%
+import torch
+
+from nanoserve import load_model, load_tokenizer
+
+model, tokenizer = load_model("smollm2"), load_tokenizer("smollm2")
+
+
+class Listener:
+    """Hears each layer's keys, and remembers nothing for the model."""
+
+    def __init__(self):
+        self.seq_len, self.keys = 0, {}
+
+    def append(self, layer, k, v):
+        self.keys[layer] = k
+        return k, v
+
+
+def keys_of(ids):
+    listener = Listener()
+    with torch.no_grad():
+        model.hidden(torch.tensor([ids]), listener)
+    return listener.keys
+
+
+# %%
+text = tokenizer.encode("The tide goes out and the boats lie down in the mud.")
+short, long = keys_of(text[:8]), keys_of(text)
+print(len(long), "layers, keys of", list(short[0].shape), "and", list(long[0].shape))
+same = [torch.allclose(short[i], long[i][:, :, :8], atol=1e-3) for i in long]
+print("the first 8 tokens have the same keys in every layer:", all(same))
+
+# %% [markdown]
+# 8 tokens or 13, the first 8 keys are the same (up to the rounding of differently shaped products;
+# these keys go up to 19). The same is true of the values. So compute them once and keep them.
+# What about the queries? Nobody asks for an old query again: only the new token has a question.
+#
+# Note *when* the keys are heard: after RoPE. A key is turned by its own position, and its position
+# never changes. So it is kept turned.
+#
+# ## What a step is now
+#
+# | step | tokens in | they stand at positions | keys that attention sees |
+# | --- | --- | --- | --- |
+# | prefill | the prompt, say 5 | 0 to 4 | 5 |
+# | decode | 1, the one just chosen | 5 | 6 |
+# | decode | 1 | 6 | 7 |
+# | continuation | a chunk of 3 | 7 to 9 | 10 |
+#
+# A cache therefore has to know two things: how many tokens it holds, and their keys and values. That
+# is the whole agreement between the model and any cache, this one and the paged one of Day 16:
+
+# %%
+from typing import Protocol
+
+from nanoserve.config import ModelConfig
+
+
+# %% jupyter={"source_hidden": true}
+# lands in nanoserve/layers.py
+class Cache(Protocol):
+    """What the model asks of a cache. It holds one sequence."""
+
+    seq_len: int  # tokens already held, and so the position of the next one
+
+    def append(
+        self, layer: int, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take this step's keys and values [1, n_kv, seq_q, head_dim] of one layer; return the
+        whole history's [1, n_kv, seq_total, head_dim]. seq_len moves with the last layer."""
+        ...
+
+
+# %% [markdown]
+# A `Protocol` is a description for readers and type checkers: whatever has these two is a cache.
+#
+# ## Your turn: the rectangular mask
+#
+# Day 6's mask was a square. In a continuation there are fewer queries than keys. A row for each
+# query, a column for each key, True where the query **may not** look. The queries are the *last*
+# `seq_q` of `seq_total` positions:
+#
+# | 3 queries, 5 keys | key 0 | key 1 | key 2 | key 3 | key 4 |
+# | --- | --- | --- | --- | --- | --- |
+# | query 0, at position 2 | False | False | False | True | True |
+# | query 1, at position 3 | False | False | False | False | True |
+# | query 2, at position 4 | False | False | False | False | False |
+#
+# Stuck? `today.hint()` looks at the case that failed.
+
+
+# %%
+def causal_mask(seq_q: int, seq_total: int) -> torch.Tensor:
+    """True where query i may not see key j: bool [seq_q, seq_total]. The queries are the last
+    seq_q of seq_total positions."""
+    raise NotImplementedError("your turn")
+
+
+today.check(causal_mask)
+
+
+# %% jupyter={"source_hidden": true}
+def causal_mask(seq_q: int, seq_total: int) -> torch.Tensor:
+    """True where query i may not see key j: bool [seq_q, seq_total]. The queries are the last
+    seq_q of seq_total positions."""
+    return torch.ones(seq_q, seq_total, dtype=torch.bool).triu(1 + seq_total - seq_q)
+
+
+# %% [markdown]
+# Day 6's `sdpa` has this mask inside, so it is ready for today. With one query, as in decode, the
+# mask hides nothing at all.
+#
+# ## A strip that doubles
+#
+# Where to keep the keys? The simplest thing would be `torch.cat([old, new])` at every step. That
+# copies the whole history to add one token. Instead, reserve a strip with room to spare:
+#
+# - `_k` and `_v` are `[num_layers, n_kv, capacity, head_dim]`, or None before the first token.
+# - `_grow(needed, like)` makes the strips at least twice as long and moves the history over. Doubling
+#   means that it happens rarely: 64, 128, 256. On average, a token is moved less than twice.
+#
+# Here is the class without its main method.
+
+
+# %% jupyter={"source_hidden": true}
+# lands in nanoserve/cache.py
+class NaiveKVCache:
+    """One contiguous strip of memory per sequence, doubled when it is full."""
+
+    def __init__(self, config: ModelConfig, capacity: int = 64) -> None:
+        self.seq_len = 0
+        self._config = config
+        self._capacity = capacity
+        self._k: torch.Tensor | None = None  # [num_layers, n_kv, capacity, head_dim]
+        self._v: torch.Tensor | None = None
+
+    def _grow(self, needed: int, like: torch.Tensor) -> None:
+        """Move the history into strips at least twice as long: growth then costs O(1) a token."""
+        if self._k is not None:
+            needed = max(needed, 2 * self._capacity)
+        self._capacity = max(needed, self._capacity)
+        shape = (self._config.num_layers, self._config.n_kv, self._capacity, self._config.head_dim)
+        k, v = like.new_empty(shape), like.new_empty(shape)
+        if self._k is not None:
+            k[:, :, : self.seq_len] = self._k[:, :, : self.seq_len]
+            v[:, :, : self.seq_len] = self._v[:, :, : self.seq_len]
+        self._k, self._v = k, v
+
+
+# %% [markdown]
+# ## Your turn: `append`
+#
+# The model calls it once per layer in each step, layer 0 first. `k` and `v` are this step's,
+# `[1, n_kv, seq_q, head_dim]`.
+#
+# 1. The history ends at `self.seq_len` now, and at `end = self.seq_len + seq_q` after this step.
+# 2. Grow if `self._k` is None or `end` is past `self._capacity`.
+# 3. Write behind the history, into the strip of this layer.
+# 4. Give back the history, this step included, as `[1, n_kv, end, head_dim]`: slices, no copies.
+# 5. **`seq_len` moves once per step**, when the last layer (`self._config.num_layers - 1`) has
+#    written. Until then every layer starts from the same length.
+# 6. A cache holds one sequence. Raise ValueError for any other batch, before you write.
+#
+# It is a method, written here as a function; the check puts it into the class.
+
+
+# %%
+def append(self, layer: int, k: torch.Tensor, v: torch.Tensor):
+    """Write k, v [1, n_kv, seq_q, head_dim] behind the history; return views of all of it."""
+    raise NotImplementedError("your turn")
+
+
+today.check(append)
+
+
+# %% jupyter={"source_hidden": true}
+# lands in nanoserve/cache.py
+class NaiveKVCache(NaiveKVCache):
+    def append(
+        self, layer: int, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write k, v [1, n_kv, seq_q, head_dim] behind the history; return views of all of it.
+
+        Raises ValueError for more than one sequence. A step that fails half-way leaves seq_len.
+        """
+        if k.shape[0] != 1:
+            raise ValueError(f"a cache holds one sequence, got a batch of {k.shape[0]}")
+        end = self.seq_len + k.shape[2]
+        if self._k is None or end > self._capacity:
+            self._grow(end, k)
+        self._k[layer, :, self.seq_len : end] = k[0]
+        self._v[layer, :, self.seq_len : end] = v[0]
+        if layer == self._config.num_layers - 1:
+            self.seq_len = end
+        return self._k[layer : layer + 1, :, :end], self._v[layer : layer + 1, :, :end]
+
+
+# %% [markdown]
+# Rule 5 is the one that people get wrong. If the length moved at layer 0, layers 1 to 29 would write
+# one place further on, and read a key that nobody wrote. All shapes would be right.
+#
+# ## Two lines in attention
+#
+# `gqa_attention` gets its final arguments: a cache, and the number of the layer. Between the turning
+# and the sum stand the two lines of today. Everything else is Day 6.
+
+# %%
+from nanoserve.layers import _heads, _linear, apply_rope, rms_norm, rope_tables, sdpa
+
+
+# %% jupyter={"source_hidden": true}
+# lands in nanoserve/layers.py
+def gqa_attention(
+    x: torch.Tensor,
+    layer: dict[str, torch.Tensor],
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    config: ModelConfig,
+    cache: Cache | None = None,
+    index: int = 0,
+) -> torch.Tensor:
+    """Grouped-query attention (Ainslie et al. 2023): n_q query heads share n_kv keys and values.
+
+    x [batch, seq, hidden], cos and sin [seq, head_dim] of x's positions -> [batch, seq, hidden].
+    A cache takes this step's keys and values as layer `index`'s, and gives back the whole history.
+    """
+    q = _heads(_linear(x, layer, "self_attn.q_proj"), config.n_q)  # [batch, n_q, seq, head_dim]
+    k = _heads(_linear(x, layer, "self_attn.k_proj"), config.n_kv)
+    v = _heads(_linear(x, layer, "self_attn.v_proj"), config.n_kv)
+    if config.qk_norm:  # Qwen3: each head's query and key are normalised before they turn
+        q = rms_norm(q, layer["self_attn.q_norm.weight"], config.norm_eps)
+        k = rms_norm(k, layer["self_attn.k_norm.weight"], config.norm_eps)
+    q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+    if cache is not None:
+        k, v = cache.append(index, k, v)
+    out = sdpa(q, k, v)
+    return _linear(out.transpose(1, 2).flatten(2), layer, "self_attn.o_proj")
+
+
+# %% [markdown]
+# The other half is in `Model.hidden`, which you wrote on Day 8 and which has been waiting: it asks
+# for the cos and sin of positions `cache.seq_len` onwards. A new token must not be turned as if it
+# stood at position 0.
+#
+# ## Prove it: one layer
+#
+# 13 tokens through layer 0 at once; and 5, then one, then a chunk of 4, then three single ones
+# through a cache. A one-layer cache, so that each call is a whole step.
+
+# %%
+from dataclasses import replace
+
+config = model.config
+embedded = model.weights["model.embed_tokens.weight"][text][None]
+x = rms_norm(embedded, model.layers[0]["input_layernorm.weight"], config.norm_eps)
+cos, sin = rope_tables(config, len(text))
+whole = gqa_attention(x, model.layers[0], cos, sin, config)
+
+cache, pieces = NaiveKVCache(replace(config, num_layers=1), capacity=8), []
+for seq in (5, 1, 4, 1, 1, 1):
+    here = slice(cache.seq_len, cache.seq_len + seq)
+    pieces.append(gqa_attention(x[:, here], model.layers[0], cos[here], sin[here], config, cache))
+difference = (torch.cat(pieces, dim=1) - whole).abs().max()
+print(f"{cache.seq_len} tokens held, largest difference below 1e-5: {bool(difference < 1e-5)}")
+assert difference < 1e-5
+
+# %% [markdown]
+# ## Prove it: the whole model
+#
+# The first gate: prefill, then decode, equals one long forward. The logits of every position, in
+# units of the largest.
+
+
+# %%
+@torch.no_grad()
+def in_steps(ids, steps):
+    """The logits [seq, vocab] of a text that goes in by steps of these sizes."""
+    cache, rows = NaiveKVCache(config), []
+    for seq in steps:
+        rows.append(model(torch.tensor([ids[cache.seq_len : cache.seq_len + seq]]), cache)[0])
+    return torch.cat(rows)
+
+
+with torch.no_grad():
+    whole = model(torch.tensor([text]))[0]
+for name, steps in (("prefill 6, decode 7", (6, *[1] * 7)), ("chunks of 4, 4, 5", (4, 4, 5))):
+    off = (in_steps(text, steps) - whole).abs().max() / whole.abs().max()
+    print(f"{name}: within 1e-5 of the largest logit: {bool(off < 1e-5)}")
+    assert off < 1e-5
+
+# %% [markdown]
+# The second gate: the tokens. Day 9's loop needs one change. With a cache, a step hands over only
+# what the model has not seen yet. (Tomorrow this becomes the engine's own loop.)
+
+# %%
+from nanoserve.generate import next_logits
+
+
+def greedy(prompt, max_tokens, cache=None):
+    """The ids of a greedy continuation; `cache` must be empty, or None."""
+    ids = list(prompt)
+    step = ids
+    for _ in range(max_tokens):
+        best = int(next_logits(model, step, cache).argmax())
+        ids.append(best)
+        step = ids if cache is None else [best]
+    return ids[len(prompt) :]
+
+
+for prompt in ("The capital of France is", "1, 2, 4, 8, 16,", "Bonjour, je m'appelle"):
+    ids = tokenizer.encode(prompt)
+    without, cached = greedy(ids, 8), greedy(ids, 8, NaiveKVCache(config))
+    print(f"{prompt!r} {tokenizer.decode(cached)!r}, same tokens: {without == cached}")
+    assert without == cached
+
+# %% [markdown]
+# The tests of the package do this on all ten recorded prompts.
+#
+# ## A past that is not yours
+#
+# One user writes "My name is Anna and I live in". Another begins with "My name is". Run the next cell
+# twice, and it says the same twice, since it makes its caches new. But in its last line somebody keeps
+# the cache of the first user for the second. What will the model write?
+
+# %%
+first, second = (tokenizer.encode(t) for t in ("My name is Anna and I live in", "My name is"))
+cache = NaiveKVCache(config)
+greedy(first, 8, cache)
+fresh = greedy(second, 8, NaiveKVCache(config))
+stale = greedy(second, 8, cache)
+print("a new cache:  ", repr(tokenizer.decode(fresh)))
+print("the old cache:", repr(tokenizer.decode(stale)))
+assert fresh != stale
+assert fresh == greedy(second, 8, NaiveKVCache(config))
+
+# %% [markdown]
+# No error, and good English. The model remembers a conversation that the second user never had, and
+# tells it. One cache belongs to one sequence. That is why `LLM` makes a new one for every prompt.
+#
+# ## Measure it
+#
+# A prompt of 128 tokens, and six tokens to write. The first has to read the prompt, cache or not. And
+# the second?
+
+# %%
+today.predict(
+    "second", "With the cache, how many times faster is token 2 than token 1?", guess=None
+)
+
+# %%
+from statistics import median
+
+from nanoserve.bench.timing import token_times
+
+prompt = tokenizer.encode("One day at the harbour, the gulls and the boats. " * 20)[:128]
+
+
+def timed(cached):
+    """Seconds for each of six tokens, the prompt's reading in the first."""
+
+    def run(on_token):
+        cache, step, ids = NaiveKVCache(config) if cached else None, prompt, list(prompt)
+        for _ in range(6):
+            on_token(best := int(next_logits(model, step, cache).argmax()))
+            ids.append(best)
+            step = [best] if cached else ids
+
+    return token_times(run)
+
+
+# %%
+# NBVAL_IGNORE_OUTPUT
+timed(True)  # warm up
+rounds = [(timed(False), timed(True)) for _ in range(2)]
+without, cached = ([min(times) * 1e3 for times in zip(*runs)] for runs in zip(*rounds))
+faster = cached[0] / median(cached[1:])
+print(f"token 1: {cached[0]:.0f} ms, token 2: {cached[1]:.0f} ms")
+print(f"{faster:.1f} times faster; your guess: {today.guess('second')}")
+assert faster > 1.5
+
+# %%
+from nanoserve.course.plots import COLOURS, figure, line, prediction_marker
+
+fig, ax = figure(xlabel="token written", ylabel="milliseconds", title="After 128 tokens of prompt")
+numbers = range(1, 7)
+line(ax, numbers, without, "no cache", COLOURS["engine"])
+line(ax, numbers, cached, "cache", COLOURS["contiguous"])
+if guess := today.guess("second"):
+    prediction_marker(ax, 2, cached[0] / guess)
+ax.set(ylim=(0, None), xlim=(0.7, 7.2), xticks=numbers)
+fig
+
+# %% [markdown]
+# Both pay the same for the first token; that is prefill. From then on one line stays where it is, and
+# the other falls to the cost of a single position. Not 128 times less, though: what remains is mostly
+# the reading of the weights, which one token needs as much as 128 do. Day 13 counts those bytes, and
+# measures how the gap grows with the length.
+#
+# ## What it costs
+#
+# Time has been bought with memory. How much?
+
+# %%
+per_token = 2 * config.num_layers * config.n_kv * config.head_dim * 4  # k and v, float32
+model_bytes = sum({w.data_ptr(): w.nbytes for w in model.weights.values()}.values())
+print(f"{per_token:,} bytes for each token; the model is as large as {model_bytes // per_token:,}")
+
+# %%
+k = torch.zeros(1, config.n_kv, 1, config.head_dim)
+cache = NaiveKVCache(config)
+while cache.seq_len < 600:
+    for layer in range(config.num_layers):
+        cache.append(layer, k, k)
+    room = cache._k.shape[2]
+    if cache.seq_len in (20, 64, 65, 256, 257, 600):
+        print(
+            f"{cache.seq_len:3} tokens held, room for {room:4}: {1 - cache.seq_len / room:3.0%} empty"
+        )
+
+# %% [markdown]
+# The strip must be there before the tokens come, and nobody knows how many will. Up to half of it is
+# reserved for nothing. Week 4 is about that half.
+#
+# ## Your answer is the engine
+#
+# `LLM` with its cache. Inside `today.mine()` it runs your `append`, once that has passed.
+
+# %%
+from nanoserve import LLM, SamplingParams
+
+llm = LLM("smollm2", cache="naive")
+with today.mine():
+    (completion,) = llm.generate("The capital of France is", SamplingParams(max_tokens=6))
+print(repr(completion.text), completion.finish_reason)
+
+# %% [markdown]
+# ## What you learned
+#
+# 1. **The causal mask is what makes a cache possible.** What cannot see the future cannot be changed
+#    by it.
+# 2. **A step has one length.** Every layer starts from it, and it moves when the last one is done.
+# 3. **A cache buys time with memory,** and the memory has to be reserved before anybody knows how much.
+#
+# ## Tomorrow
+#
+# Two loops now: greedy and sampled, cached and not. Day 12 makes them one, and puts a face on it:
+# text that streams, and stops before the user sees what it stopped at.
+#
+# **In one paragraph.** A token's keys and values depend only on what came before it, so they never
+# change once they are made. We kept them, in a strip that doubles when it is full, and handed the
+# model one new token per step. The logits stayed, the tokens stayed, and only the time and the memory
+# are different: token two no longer pays for the whole prompt.

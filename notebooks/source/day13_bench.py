@@ -1,0 +1,620 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Day 13 · What the cache bought
+#
+# Week 3 · Phase 1, correct generation · you need: Day 12 (One loop for both)
+#
+# **Today** you measure. You build a benchmark that refuses to time a wrong answer, bend the curve of
+# Day 1, and find out what holds the engine up now. Then you cut attention into tiles, so that prefill
+# stops computing what its mask throws away.
+
+# %%
+# Set-up: installs nanoserve where it is missing (as on Colab). In your own clone it does nothing.
+import importlib.util, subprocess, sys
+from pathlib import Path
+
+REPOSITORY = ""  # on GitHub, OWNER/NAME
+if importlib.util.find_spec("nanoserve") is None:
+    wheels = sorted(Path.cwd().glob("nanoserve-*.whl"), key=lambda wheel: wheel.stat().st_mtime)
+    source = f"https://github.com/{REPOSITORY}/archive/refs/heads/main.zip" if REPOSITORY else None
+    source = wheels[-1].as_uri() if wheels else source
+    if source is None:
+        raise ModuleNotFoundError("put a nanoserve-*.whl beside this notebook, then run again")
+    print("Installing nanoserve, which takes a minute or two, from", source)
+    pip = [sys.executable, "-m", "pip", "install", "-q", f"nanoserve[notebook] @ {source}"]
+    done = subprocess.run(pip, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    print(done.stdout)
+    if done.returncode:
+        raise RuntimeError("pip could not install nanoserve; its reason stands above.")
+    importlib.invalidate_caches()
+
+# %%
+from nanoserve.course import day
+
+today = day(13)
+today.picture("cache-bought")
+
+# %% [markdown]
+# ## Why it matters
+#
+# "Ten times faster" is easy to say. Than what? Doing the same work? On a machine that was doing
+# something else at the time? Speed is the one property of an engine that everybody quotes and that is
+# the easiest to get wrong, always in one's own favour.
+#
+# Three rules keep a benchmark honest, and today they become code:
+#
+# 1. **Correct first.** A path that gives other tokens gets no time at all.
+# 2. **Take turns.** What is compared runs interleaved, so that a slow minute hurts all alike.
+# 3. **Know the roof.** A time says little until it stands beside what the machine could do at best.
+
+# %%
+today.glossary(
+    "warm-up", "interleaved", "bandwidth", "roof", "memory-bound", "compute-bound", "tile"
+)
+
+# %% [markdown]
+# ## A clock you can script
+#
+# Three small functions. `median_times` lets runs take turns and gives medians. `token_times` stamps
+# each token of a run. `read_bandwidth` measures the roof: how fast memory can be read.
+#
+# Their clock is an argument. That looks fussy, until you want to *test* a benchmark.
+
+# %%
+import time
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+from statistics import median
+
+import torch
+
+
+# %% jupyter={"source_hidden": true}
+# lands in nanoserve/bench/timing.py
+Clock = Callable[[], float]  # seconds, from any origin
+
+
+def median_times(
+    runs: Mapping[str, Callable[[], object]],
+    rounds: int = 5,
+    warmup: int = 1,
+    clock: Clock = time.perf_counter,
+) -> dict[str, float]:
+    """Median seconds of each run. They take turns, so that a drifting machine hurts all alike."""
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(warmup + rounds):
+        for name, run in runs.items():
+            begin = clock()
+            run()
+            if turn >= warmup:
+                seconds[name].append(clock() - begin)
+    return {name: median(times) for name, times in seconds.items()}
+
+
+def token_times(
+    run: Callable[[Callable[[int], None]], object], clock: Clock = time.perf_counter
+) -> list[float]:
+    """Seconds that each token took: run(on_token) calls on_token as each one comes.
+
+    The first is the time to first token, prefill included; the others are decode steps.
+    """
+    stamps = [clock()]
+    run(lambda _token: stamps.append(clock()))
+    return [later - earlier for earlier, later in pairwise(stamps)]
+
+
+def read_bandwidth(size: int = 1 << 29, clock: Clock = time.perf_counter) -> float:
+    """Bytes per second at which this machine's CPU reads memory: the roof of every decode step.
+
+    The best of five sums over `size` bytes, far more than a cache holds.
+    """
+    buffer = torch.ones(size // 4, dtype=torch.float32)
+    best = float("inf")
+    for _ in range(5):
+        begin = clock()
+        buffer.sum()
+        best = min(best, clock() - begin)
+    return size / best
+
+
+# %% [markdown]
+# With a scripted clock, a run takes exactly as long as the script says. The prompt takes 5 seconds,
+# then come two tokens:
+
+# %%
+now = 0.0
+
+
+def pretend(on_token):
+    global now
+    for seconds in (5.0, 0.25, 0.5):
+        now += seconds
+        on_token(0)
+
+
+token_times(pretend, clock=lambda: now)
+
+# %% [markdown]
+# ## Your turn: the bytes of a token
+#
+# The roof first. To make one token with a cache, what has to come from memory?
+#
+# - **every weight, once.** `expected_shapes(config)` (Day 2) has every tensor's shape by its name. It
+#   lists one embedding. A step looks up a single row of it, but the head, which is as large whether it
+#   is tied or not, is read whole. So count that table once.
+# - **the history:** in each layer, a key and a value of each past token, for `n_kv` heads of `head_dim`.
+#
+# `dtype.itemsize` is the number of bytes of one number. The new token's own activations are a few
+# kilobytes; leave them out.
+
+# %%
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from nanoserve.config import ModelConfig
+from nanoserve.weights import expected_shapes
+
+
+# %%
+def bytes_per_token(config: ModelConfig, context: int, dtype: torch.dtype) -> int:
+    """What one cached decode step must read: every weight once, and the keys and values of
+    `context` tokens."""
+    raise NotImplementedError("your turn")
+
+
+today.check(bytes_per_token)
+
+# %% [markdown]
+# ## The benchmark that lands
+#
+# A **path** is a way to run: `run(prompt_ids, max_tokens, on_token)` gives token ids, and calls
+# `on_token` as each comes. Ours is Day 12's loop; the other is the oracle's own `generate`.
+# `decode_benchmark` compares the tokens of all paths before it reads the clock, and that first run is
+# the warm-up too.
+
+# %%
+from nanoserve.cache import NaiveKVCache
+from nanoserve.generate import generate_tokens
+from nanoserve.model import Model, load_model
+from nanoserve.oracle import Oracle, load_oracle
+from nanoserve.sampling import SamplingParams
+
+
+# %% jupyter={"source_hidden": true}
+# lands in nanoserve/bench/decode.py
+Path = Callable[[Sequence[int], int, Callable[[int], None]], list[int]]
+
+
+class WrongAnswer(RuntimeError):
+    """A path gave other tokens than the oracle, so it is not timed."""
+
+
+@dataclass(frozen=True)
+class DecodeRow:
+    """One path at one length: seconds to the first token, and per token after it."""
+
+    path: str
+    context: int
+    prefill: float
+    decode: float
+
+
+def decode_benchmark(
+    paths: dict[str, Path],
+    reference: str,
+    prompts: Sequence[Sequence[int]],
+    tokens: int = 8,
+    rounds: int = 3,
+    clock: Clock = time.perf_counter,
+) -> list[DecodeRow]:
+    """Time each path on each prompt, taking turns; medians over rounds and tokens.
+
+    `paths` maps a name to run(prompt_ids, max_tokens, on_token) -> token ids. Raises WrongAnswer
+    where a path's tokens differ from the reference's; that check is also the warm-up.
+    """
+    rows = []
+    for prompt in prompts:
+        expected = paths[reference](prompt, tokens, lambda _: None)
+        for name, path in paths.items():
+            if path(prompt, tokens, lambda _: None) != expected:
+                raise WrongAnswer(f"{name} and {reference} differ after {len(prompt)} tokens")
+        times: dict[str, list[list[float]]] = {name: [] for name in paths}
+        for _ in range(rounds):
+            for name, path in paths.items():
+                run = lambda on_token, path=path: path(prompt, tokens, on_token)  # noqa: B023, E731
+                times[name].append(token_times(run, clock))
+        for name, runs in times.items():
+            first = median(run[0] for run in runs)
+            steps = median(step for run in runs for step in run[1:])
+            rows.append(DecodeRow(name, len(prompt), first, steps))
+    return rows
+
+
+def engine_path(model: Model, cached: bool) -> Path:
+    """Our own loop, greedy, as a path of the benchmark."""
+
+    def run(prompt: Sequence[int], tokens: int, on_token: Callable[[int], None]) -> list[int]:
+        cache = NaiveKVCache(model.config) if cached else None
+        ids = []
+        for chosen in generate_tokens(model, prompt, SamplingParams(max_tokens=tokens), cache):
+            on_token(chosen.token_id)
+            ids.append(chosen.token_id)
+        return ids
+
+    return run
+
+
+def oracle_path(oracle: Oracle, cached: bool) -> Path:
+    """transformers' generate as a path of the benchmark."""
+
+    def run(prompt: Sequence[int], tokens: int, on_token: Callable[[int], None]) -> list[int]:
+        return oracle.generate(prompt, tokens, cached, on_token, stop=False)
+
+    return run
+
+
+def bytes_per_token(config: ModelConfig, context: int, dtype: torch.dtype) -> int:
+    """What one cached decode step must read: every weight once, and the history's keys and values.
+
+    The embedding is not read, but for a single row, and the head, tied to it or not, is as large.
+    """
+    weights = sum(map(math.prod, expected_shapes(config).values()))  # one embedding or head
+    history = config.num_layers * 2 * context * config.n_kv * config.head_dim
+    return (weights + history) * dtype.itemsize
+
+
+# %% [markdown]
+# A fast path that is wrong, to see rule 1 at work:
+
+
+# %%
+def honest(prompt, tokens, on_token):
+    return list(range(tokens))
+
+
+def hasty(prompt, tokens, on_token):
+    return [0] * tokens
+
+
+try:
+    decode_benchmark({"honest": honest, "hasty": hasty}, "honest", [[1, 2, 3]])
+except WrongAnswer as error:
+    print(error)
+
+# %% [markdown]
+# And the count, checked on the real model: with an empty history it must be the size of its tensors.
+
+# %%
+model, oracle = load_model("smollm2"), load_oracle("smollm2")
+config = model.config
+tensors = {w.data_ptr(): w.nbytes for w in model.weights.values()}  # the tied head is one of them
+print(sum(tensors.values()) == bytes_per_token(config, 0, torch.float32))
+for context in (0, 512, 8_192):
+    print(
+        f"{context:5} tokens before: {bytes_per_token(config, context, torch.float32) / 1e6:4.0f} MB"
+    )
+
+# %% [markdown]
+# More than half a gigabyte for one token. Keep that in mind.
+#
+# ## Predict, then measure
+#
+# After 512 tokens of text: how many times faster is a step with the cache than without?
+
+# %%
+today.predict(
+    "speedup", "How many times faster is the token after 512, with the cache?", guess=None
+)
+
+# %% [markdown]
+# Three paths on the same weights, in one run, taking turns: our loop with and without its cache, and
+# `transformers` with its own. They are compared token for token before any is timed. (Three tokens
+# and one round keep this short. Where you have a minute, give it 8 and 3.)
+
+# %%
+# NBVAL_IGNORE_OUTPUT
+from nanoserve import load_tokenizer
+
+tokenizer = load_tokenizer("smollm2")
+text = tokenizer.encode("One day at the harbour, the gulls and the boats. " * 60)
+lengths = (16, 64, 512)
+paths = {
+    "transformers": oracle_path(oracle, cached=True),
+    "no cache": engine_path(model, cached=False),
+    "cache": engine_path(model, cached=True),
+}
+bandwidth = read_bandwidth()
+rows = decode_benchmark(paths, "transformers", [text[:n] for n in lengths], tokens=3, rounds=1)
+bandwidth = max(bandwidth, read_bandwidth())
+for row in rows:
+    print(
+        f"{row.path:12} after {row.context:3} tokens: first {row.prefill * 1e3:5.0f} ms, "
+        f"then {row.decode * 1e3:5.0f} ms each"
+    )
+
+# %%
+# NBVAL_IGNORE_OUTPUT
+decode = {name: [row.decode * 1e3 for row in rows if row.path == name] for name in paths}
+day1 = [row.prefill * 1e3 for row in rows if row.path == "transformers"]
+speedup = [slow / fast for slow, fast in zip(decode["no cache"], decode["cache"])]
+for length, times in zip(lengths, speedup):
+    print(f"after {length:3} tokens the cache is {times:4.1f} times faster")
+print("your guess for 512:", today.guess("speedup"))
+assert speedup[2] > speedup[0]
+assert speedup[2] > 3
+
+# %% [markdown]
+# Now Day 1's plot again. Day 1 timed one token of `transformers` after each length, with nothing
+# remembered. That is just what it does for the *first* token of a prompt today, so the curve can be
+# drawn from this very run.
+
+# %%
+from nanoserve.course.plots import COLOURS, figure, label_line, line, log2_axis, prediction_marker
+
+fig, ax = figure(
+    height=4.4, xlabel="tokens of text", ylabel="ms for the next token", title="Day 1's curve, bent"
+)
+floor = [bytes_per_token(config, n, torch.float32) / bandwidth * 1e3 for n in lengths]
+line(ax, lengths, day1, "Day 1's curve", COLOURS["oracle"], dashed=True)
+line(ax, lengths, decode["no cache"], "", COLOURS["engine"])
+label_line(ax, lengths[0], decode["no cache"][0], "no cache", COLOURS["engine"], "left")
+line(
+    ax, lengths, decode["transformers"], "transformers,\nwith its cache\n", COLOURS["oracle"], True
+)
+line(ax, lengths, decode["cache"], "", COLOURS["contiguous"])
+label_line(ax, lengths[0], decode["cache"][0], "cache", COLOURS["contiguous"], "left")
+ax.plot(lengths, floor, color=COLOURS["limit"], linewidth=1.5)
+label_line(ax, 512, floor[-1], "reading\nthe bytes", COLOURS["limit"])
+if guess := today.guess("speedup"):
+    prediction_marker(ax, 512, decode["no cache"][-1] / guess)
+log2_axis(ax), log2_axis(ax, "y")
+ax.set(xlim=(7, 1_900), ylim=(0.6 * min(floor), None), xticks=lengths)
+fig
+
+# %% [markdown]
+# The curve is bent. Without the cache, time doubles with the text. With it the line is almost flat,
+# and the gap, which is the speed-up, grows with every token. So "how many times faster" has no single
+# answer: it depends on how long the text is, and a quoted number without a length says nothing.
+#
+# Beside it, the library that everybody uses, doing the same work. And below, in black, the floor: the
+# time that reading the bytes takes, if nothing else cost anything.
+#
+# ## How near is the roof?
+#
+# The same measurement, asked the other way round: how many bytes per second did each path read, and
+# how many can this machine read?
+
+# %%
+# NBVAL_IGNORE_OUTPUT
+read = {
+    name: [
+        bytes_per_token(config, n, torch.float32) / ms / 1e6 for n, ms in zip(lengths, decode[name])
+    ]
+    for name in ("transformers", "cache")
+}
+for name, values in read.items():
+    print(f"{name:12} " + ", ".join(f"{v:.1f}" for v in values) + " GB/s")
+print(
+    f"the machine  {bandwidth / 1e9:.1f} GB/s, so the cache path reaches {read['cache'][0] / bandwidth * 1e9:.0%}"
+)
+assert all(0 < value < 2 * bandwidth / 1e9 for values in read.values() for value in values)
+
+# %%
+from nanoserve.course.plots import limit_line
+
+fig, ax = figure(
+    xlabel="tokens of text", ylabel="billion bytes per second", title="How near the roof"
+)
+line(ax, lengths, read["transformers"], "", COLOURS["oracle"], dashed=True)
+line(ax, lengths, read["cache"], "", COLOURS["contiguous"])
+ours_first = read["cache"][0] > read["transformers"][0]
+above, below = ("above", "below") if ours_first else ("below", "above")
+label_line(ax, lengths[0], read["cache"][0], "cache", COLOURS["contiguous"], above)
+label_line(ax, lengths[0], read["transformers"][0], "transformers", COLOURS["oracle"], below)
+limit_line(ax, bandwidth / 1e9, "what this machine can read")
+log2_axis(ax)
+ax.set(ylim=(0, 1.25 * max(bandwidth / 1e9, *read["cache"])), xlim=(11, 720), xticks=lengths)
+fig
+
+# %% [markdown]
+# Decode is **memory-bound**. A weight is fetched, used for one multiplication, and dropped. A second
+# arithmetic unit would wait beside the first. So from here on there are only three ways to make decode
+# faster: read fewer bytes (smaller numbers), read them once for several sequences (batching), or get
+# nearer to the roof. The course will do all three.
+#
+# Prefill is the other regime. It uses each weight for every token of the prompt, so arithmetic rules,
+# and **arithmetic that nobody needs** is what to look for.
+#
+# ## Half of attention is thrown away
+#
+# Day 6's `sdpa` multiplies all queries with all keys, then masks the upper triangle away. For a prompt
+# of 1,024 tokens those are a million scores in each head, and half of them are never used.
+#
+# So cut the queries into **tiles**. Query 0 to 127 can see no key after 127: multiply them with 128
+# keys. The next tile needs 256. Only on the last tile are all keys needed.
+#
+# ### Your turn: `keys_of_a_tile`
+#
+# | tile of 128 queries, no past | 0 to 127 | 128 to 255 | ... | 896 to 1,023 |
+# | --- | --- | --- | --- | --- |
+# | keys it must meet | 128 | 256 | ... | 1,024 |
+#
+# Mind two things: there may be a history before the first query, and the last tile may be short.
+
+
+# %%
+def keys_of_a_tile(start: int, tile: int, seq_q: int, seq_total: int) -> int:
+    """How many keys, counted from key 0, the queries start to start + tile may see between them.
+
+    The queries are the last seq_q of seq_total positions; the last tile may be short.
+    """
+    raise NotImplementedError("your turn")
+
+
+today.check(keys_of_a_tile)
+
+
+# %% jupyter={"source_hidden": true}
+def keys_of_a_tile(start: int, tile: int, seq_q: int, seq_total: int) -> int:
+    """How many keys, counted from key 0, the queries start to start + tile may see between them."""
+    return seq_total - seq_q + min(start + tile, seq_q)
+
+
+# %%
+for tile in (1_024, 512, 128, 32):
+    scores = sum(tile * keys_of_a_tile(s, tile, 1_024, 1_024) for s in range(0, 1_024, tile))
+    print(f"tiles of {tile:5,}: {scores:9,} scores a head, {scores / 1_024**2:3.0%} of the square")
+
+# %% [markdown]
+# Smaller tiles waste less, and make more and smaller products, each of which costs something to start.
+# 32 saves hardly more than 128. Here is `sdpa` in its final form. The sum is Day 6's. Inside a tile,
+# only the last square needs a mask; all keys before it are visible.
+
+
+# %% jupyter={"source_hidden": true}
+# lands in nanoserve/layers.py
+QUERY_TILE = 128  # queries that attend at once: enough to fill a matmul, few enough to skip keys
+
+
+def sdpa(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None = None
+) -> torch.Tensor:
+    """Causal attention as an explicit sum (Vaswani et al. 2017, eq. 1), in tiles of queries.
+
+    q [batch, n_q, seq_q, head_dim]; k, v [batch, n_kv, seq_total, head_dim], the queries being the
+    last seq_q of seq_total positions -> [batch, n_q, seq_q, head_dim]. Query head h reads KV head
+    h // n_rep, by a view. `scale` defaults to head_dim ** -0.5. A tile never touches a key that
+    none of its queries may see.
+    """
+    n_q, seq_q, head_dim = q.shape[1:]
+    n_kv, seq_total = k.shape[1:3]
+    scale = head_dim**-0.5 if scale is None else scale
+    q = q.unflatten(1, (n_kv, n_q // n_kv))  # [batch, n_kv, n_rep, seq_q, head_dim]
+    tiles = []
+    for start in range(0, seq_q, QUERY_TILE):
+        tile = q[:, :, :, start : start + QUERY_TILE]
+        keys = seq_total - seq_q + start + tile.shape[3]
+        tiles.append(_attend(tile, k[:, :, :keys], v[:, :, :keys], scale))
+    return torch.cat(tiles, dim=3).flatten(1, 2)
+
+
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    """One tile: q [batch, n_kv, n_rep, tile, head_dim]; k, v [batch, n_kv, keys, head_dim]."""
+    n_rep, tile = q.shape[2:4]
+    scores = (q.flatten(2, 3) @ k.transpose(-1, -2)).mul_(scale)  # [batch, n_kv, n_rep*tile, keys]
+    if tile > 1:
+        future = torch.ones(tile, tile, dtype=torch.bool, device=q.device).triu_(1)
+        scores.unflatten(2, (n_rep, tile))[..., -tile:].masked_fill_(future, -torch.inf)
+    weights = torch.softmax(scores, dim=-1)  # summed in float32, whatever the dtype
+    return (weights @ v).unflatten(2, (n_rep, tile))
+
+
+# %% [markdown]
+# Correct first. Against PyTorch's own attention, with a history and a short last tile; and one matmul
+# (a tile as large as the prompt) against tiles.
+
+
+# %%
+def in_tiles_of(tile, q, k, v):
+    """sdpa with another size of tile."""
+    global QUERY_TILE
+    usual, QUERY_TILE = QUERY_TILE, tile
+    try:
+        return sdpa(q, k, v)
+    finally:
+        QUERY_TILE = usual
+
+
+generator = torch.Generator().manual_seed(13)
+q = torch.randn(1, config.n_q, 1_024, config.head_dim, generator=generator)
+k, v = torch.randn(2, 1, config.n_kv, 1_024, config.head_dim, generator=generator)
+some = q[:, :, -300:]
+hidden = torch.ones(300, 1_024, dtype=torch.bool).tril(1_024 - 300)
+theirs = torch.nn.functional.scaled_dot_product_attention(some, k, v, hidden, enable_gqa=True)
+print(
+    "300 queries, 1,024 keys, as PyTorch's own:",
+    torch.allclose(sdpa(some, k, v), theirs, atol=1e-5),
+)
+one = in_tiles_of(1_024, q, k, v)
+for tile in (512, 128, 100, 32):
+    assert torch.allclose(in_tiles_of(tile, q, k, v), one, atol=1e-5, rtol=1e-4)
+print("any tile gives the sum of one matmul")
+
+# %%
+today.predict(
+    "tiles", "At 1,024 tokens, how many times faster are tiles of 128 than one matmul?", guess=None
+)
+
+# %%
+# NBVAL_IGNORE_OUTPUT
+sizes = (8, 32, 128, 512, 1_024)
+took = median_times({n: lambda n=n: in_tiles_of(n, q, k, v) for n in sizes}, rounds=3)
+print(f"one matmul {took[1_024] * 1e3:.0f} ms, tiles of 128 {took[128] * 1e3:.0f} ms")
+print(f"{took[1_024] / took[128]:.1f} times faster; your guess: {today.guess('tiles')}")
+assert took[128] < took[1_024]
+
+# %%
+fig, ax = figure(
+    xlabel="queries in a tile", ylabel="milliseconds", title="One layer's attention, 1,024 tokens"
+)
+line(ax, sizes, [took[n] * 1e3 for n in sizes], "one matmul", COLOURS["contiguous"])
+if guess := today.guess("tiles"):
+    prediction_marker(ax, 128, took[1_024] / guess * 1e3)
+log2_axis(ax)
+ax.set(ylim=(0, None), xlim=(6, 3_000), xticks=sizes)
+fig
+
+# %% [markdown]
+# Half of the scores are gone, and often more than half of the time: the scores of a tile are small
+# enough to stay near the processor, while a million of them have to travel to memory and back. That is
+# a lesson about bytes again. Too small a tile loses what it won.
+#
+# What it does not show: attention is one part of prefill, and at 1,024 tokens the matrix products of the
+# MLP take longer. For decode nothing changes at all; one query is one tile. Day 22 goes one step
+# further, and tiles the keys as well.
+#
+# ## Your answer is the engine
+#
+# The roof as your own count has it: inside `today.mine()` the package's benchmark uses your
+# `bytes_per_token`, once it has passed.
+
+# %%
+from nanoserve.bench import decode as package
+
+with today.mine():
+    step = package.bytes_per_token(config, 512, torch.float32)
+print(f"a token after 512 reads {step / 1e6:.0f} MB; in bfloat16 it would be half")
+
+# %% [markdown]
+# ## What you learned
+#
+# 1. **A time without its correctness, its length and its roof is not a measurement.**
+# 2. **The cache turns a slope into a floor,** and the floor is the time it takes to read the model.
+# 3. **Prefill computes, decode reads.** Ask which of the two you are in before you optimise anything.
+#
+# ## The week in questions
+#
+# Days 10 to 13. Answer before you unfold.
+
+# %%
+today.review()
+
+# %% [markdown]
+# ## Tomorrow
+#
+# The engine is correct, it remembers, and it stands near the roof, for **one** sequence. Its cache is a
+# strip that must be reserved before anybody knows how long the answer will be. Week 4 takes the strip
+# apart: Day 14 hands memory out in blocks.
+#
+# **In one paragraph.** We built a benchmark that compares tokens before it compares times, and lets the
+# rivals take turns. The cache bends Day 1's curve into a line that hardly rises, and what is left is the
+# time to read half a gigabyte of weights for each token. Then we stopped computing the half of attention
+# that its mask throws away, and prefill got its share too.

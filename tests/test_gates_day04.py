@@ -1,0 +1,40 @@
+"""Day 4's gate on the real model: norms and RoPE tables within 1e-6 of what the oracle's hooks saw.
+
+The other RoPE gates (position 15,962, llama3 scaling, distance alone) stand in test_layers.py.
+"""
+
+import pytest
+import torch
+
+from nanoserve.config import load_config
+from nanoserve.fetch import resolve
+from nanoserve.layers import rms_norm, rope_tables
+from nanoserve.oracle import load_oracle
+
+IDS = torch.tensor([[504, 3575, 282, 4649, 314, 7042, 30]])
+NORMS = ["model.norm"] + [
+    f"model.layers.{i}.{part}_layernorm" for i in range(30) for part in ("input", "post_attention")
+]
+
+
+@pytest.fixture(scope="module")
+def oracle():
+    return load_oracle("smollm2")
+
+
+def test_every_norm_of_the_real_model_is_within_a_millionth(oracle):
+    seen, weights = oracle.capture(IDS, NORMS), oracle.state_dict()
+    eps = load_config(resolve("smollm2")).norm_eps
+    for name in NORMS:
+        ours, theirs = rms_norm(seen[name].input, weights[f"{name}.weight"], eps), seen[name].output
+        worst = float((ours - theirs).abs().max())
+        assert worst <= 1e-6 * max(1.0, float(theirs.abs().max())), name
+
+
+def test_tables_of_the_real_model_are_within_a_millionth(oracle):
+    config = load_config(resolve("smollm2"))
+    cos, sin = rope_tables(config, config.context)
+    positions = torch.arange(config.context)[None]
+    theirs = oracle.model.model.rotary_emb(torch.zeros(1), positions)
+    for ours, table in zip((cos, sin), theirs, strict=True):
+        torch.testing.assert_close(ours, table[0], atol=1e-6, rtol=0)
