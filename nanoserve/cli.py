@@ -81,7 +81,9 @@ def chat(
     if message is not None:
         if not message.strip():
             raise ValueError("the prompt is empty")
-        _show(llm.stream(llm.chat_ids([{"role": "user", "content": message}]), params))
+        stream = llm.stream(llm.chat_ids([{"role": "user", "content": message}]), params)
+        typer.secho(f"> {message}", fg=typer.colors.BRIGHT_BLACK, err=True)
+        _show(stream)
         return
     messages: list[dict[str, str]] = []
     while question := _ask():

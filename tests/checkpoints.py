@@ -2,14 +2,16 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import gguf
 import numpy as np
 import torch
 import transformers
 
 from nanoserve.tokenizer import byte_alphabet
+
+if TYPE_CHECKING:
+    import gguf
 
 SHAPES = {
     "vocab_size": 97,
@@ -151,11 +153,13 @@ def write_gguf(
     arch: str | None = None,
     pre: str = "smollm",
     tokenizer: str = "gpt2",
-    quantised: dict[str, tuple[np.ndarray, gguf.GGMLQuantizationType]] | None = None,
+    quantised: dict[str, tuple[np.ndarray, "gguf.GGMLQuantizationType"]] | None = None,
     **metadata: Any,
 ) -> Path:
     """Write a transformers model as a GGUF file, with gguf's own writer."""
     config = model.config
+    import gguf  # missing on some machines, where the tests that need it are not run
+
     writer = gguf.GGUFWriter(path, arch or config.model_type)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
