@@ -5,7 +5,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 RUN := $(BIN)/python -m
 
-.PHONY: help lab demo test sync diagrams publish wheel
+.PHONY: help lab demo test sync diagrams screens publish wheel
 .DELETE_ON_ERROR:
 
 help:
@@ -14,6 +14,7 @@ help:
 	@echo "make test      set up and run everything CI runs"
 	@echo "make sync      bring twins, lands cells and notebooks into step"
 	@echo "make diagrams  draw the pictures again"
+	@echo "make screens   take the README's picture of JupyterLab again (needs Chromium)"
 	@echo "make publish REPO=owner/name   stamp badges and set-up cells"
 	@echo "make wheel     build dist/nanoserve-*.whl"
 
@@ -33,6 +34,9 @@ sync: .venv/.dev
 
 diagrams: .venv/.dev
 	@$(BIN)/python diagrams/make.py
+
+screens: .venv/.dev
+	@NANOSERVE_SCREENSHOTS=diagrams/screens $(RUN) pytest -q tests/browser
 
 publish: .venv/.dev
 	@$(RUN) nanoserve.course.publish "$(REPO)"
