@@ -4,6 +4,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 RUN := $(BIN)/python -m
+AS_ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)  # in a container
 
 .PHONY: help lab demo test sync diagrams screens publish wheel
 .DELETE_ON_ERROR:
@@ -21,7 +22,7 @@ help:
 lab: .venv/.course
 	@$(RUN) nanoserve fetch
 	@$(RUN) nanoserve course start
-	@$(RUN) jupyter lab work/day00_start_here.ipynb
+	@$(RUN) jupyter lab $(AS_ROOT) work/day00_start_here.ipynb
 
 demo: .venv/.engine
 	@$(RUN) nanoserve chat --max-tokens 200 "What is gravity?"

@@ -290,7 +290,8 @@ def main() -> None:
         code = 130
     except Exception as error:
         usage = getattr(error, "format_message", None)  # click's, which newer typers carry inside
-        if usage is None and not isinstance(error, (ValueError, RuntimeError, ModuleNotFoundError)):
+        told = (ValueError, RuntimeError, OSError, ModuleNotFoundError)
+        if usage is None and not isinstance(error, told):
             raise
         if message := usage() if usage else str(error):  # none where the help was shown
             typer.echo(f"nanoserve: {message}", err=True)

@@ -35,7 +35,7 @@ class Day:
         self.number = self.info.number
         self.exercises: tuple[Exercise, ...] = exercises_of(self.number)
         self.last: checking.Report | None = None
-        self._climbed: dict[tuple[str, str], int] = {}
+        self._climbed: dict[tuple[str, str, str], int] = {}
         self._guesses: dict[str, float | str] = {}
 
     def __repr__(self) -> str:
@@ -72,7 +72,7 @@ class Day:
             show(f"Every case of {self.last.name} passes: there is nothing to hint at.")
             return
         rungs = exercise.hints[row.kind]
-        key = (exercise.name, row.kind)
+        key = (exercise.name, row.what, getattr(row, "message", ""))  # another failure, rung 1
         rung = min(self._climbed.get(key, 0) + 1, RUNGS)
         self._climbed[key] = rung
         last = "\nThat was the last hint: the solution is in the folded cell." if rung == 3 else ""
@@ -96,7 +96,9 @@ class Day:
                 show(f"Your {answer.exercise.name} cannot be loaded: {answer.trouble}")
         ready = [answer for answer in found if answer.definition is not None]
         names = ", ".join(f"{answer.exercise.name} (Day {answer.day})" for answer in ready)
-        show(f"Running with your {names}." if ready else _nothing_yet(self.number, everything))
+        usable = everything or any(exercise.target for exercise in self.exercises)
+        nothing = _nothing_yet(self.number, everything) if usable else _no_part(self.number)
+        show(f"Running with your {names}." if ready else nothing)
         with answers.installed(ready):
             yield
 
@@ -186,6 +188,10 @@ class Day:
 def _nothing_yet(number: int, everything: bool) -> str:
     when = "" if everything else f" of Day {number}"
     return f"No saved answer{when} yet: the engine runs with its own code."
+
+
+def _no_part(number: int) -> str:
+    return f"No exercise of Day {number} is a part of the engine: it runs with its own code."
 
 
 def _fitting(guess: Any, choices: tuple[str, ...] | None) -> tuple[Any, str]:

@@ -13,7 +13,8 @@
 # token at a time. Not a sketch of one. It runs a real chat model on your laptop today, and the same
 # code, with the same kernel source, runs a GPU at the limit of its memory at the end.
 #
-# Nothing to sign up for, no GPU needed, and no line of the engine that some day does not explain.
+# Nothing to sign up for, no GPU needed, and no line of the engine that some day does not explain, but
+# for plumbing (reading and fetching files, the command line).
 
 # %%
 # Set-up: installs nanoserve where it is missing (as on Colab). In your own clone it does nothing.
@@ -71,7 +72,8 @@ today.picture("how-a-day-works")
 #    Stuck? `today.hint()` looks at the case that failed. A notebook runs to its end with every
 #    exercise left alone, so you may also read first and write later.
 # 3. **Lands.** A cell that begins with `# lands in nanoserve/…` holds the engine's own code, word
-#    for word. It comes folded: open it once you have tried.
+#    for word. It comes folded: open it once you have tried. It defines the name anew, so the cells
+#    below it use ours; `today.mine()`, in 5, is what runs yours.
 # 4. **Measure.** Every day has a plot of something that just ran on your machine, with your guess
 #    in it.
 # 5. **Your answer is the engine.** An answer that passes is saved, and `with today.mine():` runs the

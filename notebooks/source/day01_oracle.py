@@ -259,6 +259,17 @@ print(config.num_layers, "blocks,", config.hidden_size, "wide, vocabulary", conf
 print(config.n_q, "query heads,", config.n_kv, "KV heads of", config.head_dim)
 
 # %% [markdown]
+# The parts, in a word each; the days to come open them one by one.
+#
+# | word | what it is |
+# | --- | --- |
+# | block | one of the model's equal stages: attention, then an MLP |
+# | query head, KV head | attention runs in heads, side by side, on vectors of length `head_dim`; a query asks, keys and values answer, and these have fewer heads |
+# | q, k, v, o | the matrices that make queries, keys and values, and the one that joins what the heads found |
+# | gate, up, down | the matrices of the MLP |
+# | score, softmax | a query times a key; the function that makes shares of the scores |
+# | output head | the last matrix, from a vector to the logits |
+#
 # Every block runs these at **every position** of the text:
 #
 # | part | what it is | numbers it holds |
@@ -273,7 +284,7 @@ print(config.n_q, "query heads,", config.n_kv, "KV heads of", config.head_dim)
 # - **attention** pairs each position with itself and all earlier ones: $1 + 2 + \dots + n$ pairs. In
 #   each query head, a pair costs one product of length `head_dim` for its score and one more for its
 #   share of the values: $4 \cdot$ `head_dim` operations.
-# - **the head**, after the last block, multiplies by `hidden_size` × `vocab_size`. Only the last
+# - **the output head**, after the last block, multiplies by `hidden_size` × `vocab_size`. Only the last
 #   position needs it.
 #
 # Norms, rotations and softmax are small; leave them out. Write the count for choosing the next token
@@ -314,8 +325,9 @@ for length in (1, 16, 256, 4_096):
 # %% [markdown]
 # ## Measure it
 #
-# The count grows a little faster than the length. Does the clock agree? Guess first: your laptop
-# chooses a token after 32 tokens of text, and then after 512, sixteen times as many.
+# From 16 tokens on, the count grows a little faster than the length. Does the clock agree? Guess
+# first: your laptop chooses a token after 32 tokens of text, and then after 512, sixteen times as
+# many.
 
 # %%
 today.predict("growth", "How many times longer does the token after 512 take?", guess=None)
@@ -347,7 +359,7 @@ fig, ax = figure(xlabel="tokens of text", ylabel="milliseconds for the next toke
 rate = work_of_a_token(config, 512) / seconds[512]  # operations per second
 counted = [work_of_a_token(config, n) / rate * 1e3 for n in lengths]
 ax.plot(lengths, counted, color=COLOURS["limit"], linestyle="--", linewidth=1)
-label_line(ax, 32, counted[1], "your count", COLOURS["limit"], "right")
+label_line(ax, 32, counted[1], "the count", COLOURS["limit"], "right")
 line(ax, lengths, [seconds[n] * 1e3 for n in lengths], "measured", COLOURS["oracle"])
 if guess := today.guess("growth"):
     prediction_marker(ax, 512, guess * seconds[32] * 1e3)
@@ -355,10 +367,12 @@ log2_axis(ax), log2_axis(ax, "y")
 fig
 
 # %% [markdown]
-# Read it from the right. At 512 tokens the arithmetic rules, and doubling the text doubles the time.
+# Read it from the right. From 128 tokens up the arithmetic rules, and doubling the text about doubles
+# the time.
 # At 16 tokens the line of the count falls away below the measurement: there the machine spends its
 # time fetching 134.5 million weights from memory, however little it does with each. Both regimes
-# will come back, one as prefill and one as decode, and Day 13 bends this very curve.
+# will come back, one as prefill (reading a whole prompt) and one as decode (writing a token at a time),
+# and Day 13 bends this very curve.
 #
 # What the plot does not show: this is one machine, one thread count, one library. The shape is
 # yours to keep; the numbers are not.

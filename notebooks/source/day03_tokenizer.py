@@ -228,7 +228,7 @@ for word in ["Hello", " gravity", " ☕"]:
 #
 # ## The tokenizer that lands
 #
-# Your loop is the idea. The engine leaves the work to the `tokenizers` library, which runs the same
+# The loop is the idea. The engine leaves the work to the `tokenizers` library, which runs the same
 # merges in compiled code, and keeps for itself what matters to a server: exact bytes, special
 # tokens, and clear refusals.
 #
@@ -280,6 +280,11 @@ class Tokenizer:
             raise ValueError(f"text is not valid Unicode: {error}") from None
         tokenizer = self._full if parse_special else self._plain
         return tokenizer.encode(text, add_special_tokens=False).ids
+
+
+# %% [markdown]
+# The class goes on: `class Tokenizer(Tokenizer)` adds methods to the one begun above, so that a class
+# can land in pieces. In the package it is a single class.
 
 
 # %% jupyter={"source_hidden": true}
@@ -383,7 +388,7 @@ print(f"\n2024 takes {tokens} tokens; your guess: {today.guess('year') or 'none'
 #
 # llama.cpp is another engine, written in another language by other people. We recorded its ids for
 # the texts in this table, chosen to be awkward. Every id must agree. (The first proof compares with
-# your loop, for a few single words.)
+# the loop, for a few single words.)
 
 # %%
 for word in ["Hello", " gravity", " ☕", " unbelievable", "語", " tokenization"]:
@@ -438,7 +443,7 @@ print("encode(typed)                    ", tokenizer.encode(typed))
 print("encode(typed, parse_special=True)", tokenizer.encode(typed, parse_special=True))
 
 # %% [markdown]
-# By default they are characters like any others. Only text that the engine wrote itself is parsed.
+# By default they are characters like any others. Parsed is only what `render_chat`, below, has written.
 # Think of a database: a user's words go in as data and never as a piece of the query. The attack
 # has the same shape in both cases, and here it is called **prompt injection**.
 #
@@ -781,8 +786,8 @@ today.glossary()
 #    reads in small pieces; what its vocabulary left out, it loses. Count before you believe.
 # 2. **A token is not a character.** Join bytes first and decode after; when you stream, hold back what
 #    is not complete.
-# 3. **What a user types is data.** Special tokens are parsed in text that the engine wrote, never in
-#    text that came from outside.
+# 3. **What a user types is data, as long as `encode` alone sees it.** The text that `render_chat` wrote
+#    is parsed, the user's words in it included.
 #
 # ## Tomorrow
 #

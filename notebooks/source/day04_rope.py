@@ -82,10 +82,13 @@ len(seen), list(seen["model.norm"].output.shape)
 
 # %% [markdown]
 # How large are those vectors? The measure is the **root mean square**: square the numbers, average,
-# take the root. Entering the first layer it is about 0.1. Guess what it is fifteen layers later.
+# take the root. Entering the first layer it is about 0.1. Guess how many times larger it is fifteen
+# layers later, for a token in the middle of the text.
 
 # %%
-today.predict("growth", "How many times larger is a vector entering layer 15?", guess=None)
+today.predict(
+    "growth", "How many times larger is a middle token's vector entering layer 15?", guess=None
+)
 
 # %%
 from nanoserve.course.plots import COLOURS, figure, label_line, prediction_marker
@@ -247,8 +250,9 @@ def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
 # slow pairs come round. Run it on 100,000 tokens, and the slow pairs point where they never pointed
 # in training.
 #
-# Llama 3.1 and later have an answer in their config, `rope_scaling`. Count how often a pair turns
-# within the original context:
+# Llama 3.1 and later have an answer in their config, `rope_scaling`. (SmolLM2 does without, and so do
+# the days to come: on a first reading, leave it, and the check's cases on scaling stay open.) Count how
+# often a pair turns within the original context:
 #
 # $$\text{turns}_i = \text{original\_context} \cdot f_i \,/\, 2\pi$$
 #
@@ -379,6 +383,7 @@ cos, sin = rope_tables(config, 16_384)
 def score(i, j, cos=cos, sin=sin) -> torch.Tensor:
     """The product of the query at positions i and the key at positions j, both turned."""
     turned = apply_rope(query.expand(len(i), -1), cos[i], sin[i])
+    # 8 is the root of head_dim; attention divides by it (Day 6)
     return (turned * apply_rope(key.expand(len(j), -1), cos[j], sin[j])).sum(-1) / 8
 
 

@@ -71,8 +71,8 @@ today.glossary()
 # Two matrices without anything between them are one matrix, since a product of matrices is a matrix.
 # So something must bend. The MLPs of the first transformers bent every number with a ReLU, which
 # cuts off below zero. A **gated** MLP (Dauphin et al. 2016) makes two vectors side by side, and lets
-# one decide how much of the other passes. With SiLU as the bend, the gated MLP is called **SwiGLU**
-# (Shazeer 2020):
+# one decide how much of the other passes. With SiLU as the activation function, the gated MLP is
+# called **SwiGLU** (Shazeer 2020):
 #
 # $$\text{out} = W_\text{down}\,\big(\text{silu}(W_\text{gate}\,x) \odot W_\text{up}\,x\big)
 # \qquad \text{silu}(z) = z \cdot \text{sigmoid}(z)$$
@@ -147,7 +147,7 @@ today.check(swiglu)
 #
 # Folded. It differs from the formula in two habits:
 #
-# - The two vectors of 1,536 are large beside the vector of 576, so the bend and the product happen in
+# - The two vectors of 1,536 are large beside the vector of 576, so SiLU and the product happen in
 #   place, in a tensor that this function has just made and nobody else holds. `x` belongs to the
 #   caller, and is left alone.
 # - Every matrix of the engine is multiplied by `linear`. It is `F.linear` with one exception: when
@@ -205,7 +205,8 @@ print("all 30, below 1e-5 of the largest value:", max(gap(i, swiglu) for i in ra
 #
 # A gate is only as good as the test that can tell it from a wrong one. Two mistakes that raise
 # nothing, since every shape is right: gate and up in each other's place, and GELU for SiLU, whose
-# curve looks the same from a distance.
+# curve looks the same from a distance. (`patch` puts another function in a module's place for as long
+# as its `with` lasts.)
 
 # %%
 from unittest.mock import patch
@@ -317,7 +318,7 @@ assert answer.text.startswith(" 100°C")
 #
 # 1. **The MLP is where the weights are.** Three matrices, three quarters of every block, one token
 #    at a time.
-# 2. **A gate multiplies.** One half of the widened vector decides how much of the other passes.
+# 2. **A gate multiplies.** One of two widened vectors decides how much of the other passes.
 # 3. **A wrong curve still says Paris.** What looks the same from a distance is told apart by a
 #    number, and by hardly anything else.
 #
@@ -326,9 +327,9 @@ assert answer.text.startswith(" 100°C")
 # So far no token has seen another. Day 6 lets them look: nine heads that ask, three that are asked,
 # and a mask that hides the future.
 #
-# **In one paragraph.** The MLP widens each token's vector, bends one copy with SiLU, multiplies it
-# with another, and brings the result back. That is two lines of code and three quarters of a
-# block's weights. I matched the oracle in all thirty layers, then put in GELU for SiLU and got a
-# model that knows Paris and boils its water at 211 degrees below zero. And I found that the louder
+# **In one paragraph.** The MLP makes two widened vectors of each token's, bends one with SiLU,
+# multiplies it with the other, and brings the result back. That is two lines of code and three
+# quarters of a block's weights. I matched the oracle in all thirty layers, then put in GELU for SiLU
+# and got a model that knows Paris and boils its water at 211 degrees below zero. And I found that the louder
 # half of the hidden units settles most of the next tokens, though one only knows which half once
 # the work is done.

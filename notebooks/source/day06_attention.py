@@ -270,7 +270,8 @@ today.check(sdpa)
 # %% [markdown]
 # Compare yours with this one. It saves one more thing: the queries of a group are stacked into one
 # tall matrix, so that a KV head is met by a single product and never copied. Day 13 cuts that matrix
-# into tiles; the sum stays the same.
+# into tiles; the sum stays the same. (A cell that begins `# until day` runs, and is replaced by the
+# package's own form on the day it names.)
 
 
 # %% jupyter={"source_hidden": true}
@@ -458,9 +459,8 @@ print(f"on average {to_first.mean():.2f}; if everybody looked everywhere alike, 
 # have learned to keep that one. Tomorrow you see what the model does to the first token to make it
 # so attractive.
 #
-# What the plot does not show: one sentence of 14 tokens, one small model; in longer
-# texts the share is smaller. And a weight is not yet an influence: from layer 2 on
-# the value of "The" is mostly a fifth as long as the others', so that looking there adds little.
+# What the plot does not show: this is one sentence of 14 tokens and one small model. And a weight is
+# not yet an influence: it multiplies a value, and a short value adds little, however large its weight.
 #
 # ## With your own code
 #

@@ -291,8 +291,8 @@ fig
 
 # %% [markdown]
 # The pink line: block 1 makes the vector some twenty times longer, which is to say that a token's
-# embedding is soon only a small part of the stream. Then it grows steadily, as each block adds about
-# a quarter of what it finds. A late block has to speak louder to be heard.
+# embedding is soon only a small part of the stream. Then it grows steadily, as each block adds to what
+# it finds. A late block has to speak louder to be heard.
 #
 # The norms make this bearable. A part reads a normed copy, so it never sees how long the stream is,
 # only where it points:
@@ -318,8 +318,8 @@ print(
 )
 
 # %% [markdown]
-# One MLP writes one huge number into the stream of the first token, and the last two blocks take it
-# out again. After the norm such a vector is the same whatever the text says: a fixed landmark, easy
+# One MLP writes one huge number into the stream of the first token, and the last two blocks take most
+# of it out. After the norm such a vector is the same whatever the text says: a fixed landmark, easy
 # for every later head to find. (Compare yesterday's plot: where the black line dips, in layers 10
 # and 11, the sink is gone too.) Such **massive activations** are known from much larger models
 # too (Sun et al. 2024). They are also why careless rounding to few bits ruins a model: this one

@@ -363,7 +363,7 @@ for bad in (torch.zeros(1, 3), torch.zeros(1, 8_193, dtype=torch.long)):
 # %%
 today.predict(
     "paris",
-    'After which of the 30 blocks is " Paris" first in front of all tokens? (1 to 30)',
+    'After which of the 30 blocks is " Paris" ranked first for the first time? (1 to 30)',
     guess=None,
 )
 
@@ -417,8 +417,8 @@ if guess := today.guess("paris"):
 fig
 
 # %% [markdown]
-# Read it from left to right. For two thirds of the way the answer stands in the crowd, around place
-# 2,000: those blocks work out what is being asked. From block 20 on it climbs steeply, and first
+# Read it from left to right. For two thirds of the way the answer stands in the crowd, between places
+# 1,000 and 5,000: those blocks work out what is being asked. From block 20 on it climbs steeply, and first
 # place comes in the last block or two. No single block knows the answer; each one pushes the stream a
 # little further towards it.
 #

@@ -277,7 +277,8 @@ def leads(name):
 
 lead = leads("story")
 closest = int(lead.argmin())
-print(f"smallest lead {lead.min():.3f}, at token {closest + 1}; your guess: {today.guess('lead')}")
+print(f"smallest lead {lead.min():.3f}, at token {closest + 1}")
+print(f"your guess: {today.guess('lead') or 'none'}")
 print(f"our logits are within 0.001 of the oracle's: {error < 1e-3}")
 
 # %%
@@ -330,7 +331,7 @@ print("lost:", repr(tokenizer.decode(other)))
 # One flip, and it is another text from there on. Now you can say what a comparison of tokens is
 # worth, and what it is not:
 #
-# - In **float32** the errors are tens of times smaller than the closest call on these prompts. That
+# - In **float32** the errors are tens of times smaller than the closest call on the story. That
 #   is why equality can be demanded, and why a failure means a bug.
 # - In **bfloat16**, numbers between 16 and 32 are an eighth apart: the solid line. A lead below it
 #   can be lost in rounding before the race is run. How many choices on the ten prompts would become

@@ -90,7 +90,7 @@ held = {}  # for each prompt: the probability that its 1, 2, 3, ... best tokens 
 for text in prompts:
     held[text] = logits[text].softmax(dim=-1).sort(descending=True).values.cumsum(dim=-1)
     print(f"{text!r:27} tokens that hold 90%: {int((held[text] < 0.9).sum()) + 1}")
-print("your guesses:", today.guess("paris"), "and", today.guess("story"))
+print("your guesses:", today.guess("paris") or "none", "and", today.guess("story") or "none")
 
 # %%
 fig, ax = plots.figure(
@@ -289,7 +289,8 @@ def mask_top_k(logits: torch.Tensor, top_k: int) -> torch.Tensor:
 #
 # 1. A token stays while the sum *before* it is less than `top_p`.
 # 2. The best token always stays, at `top_p = 0` too.
-# 3. The cut is by place: of several equal tokens at the line, only as many stay as are needed.
+# 3. The cut is by place: of several equal tokens at the line, only as many stay as are needed, any of
+#    them.
 # 4. Sort to add up, and bring the mask back into the order of the ids. `sort` returns those ids;
 #    `mask.scatter(-1, ids, mask)` puts each entry where its id says.
 

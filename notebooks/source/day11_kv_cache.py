@@ -405,11 +405,11 @@ assert fresh == greedy(second, 8, NaiveKVCache(config))
 # ## Measure it
 #
 # A prompt of 128 tokens, and six tokens to write. The first has to read the prompt, cache or not. And
-# the second?
+# those after it?
 
 # %%
 today.predict(
-    "second", "With the cache, how many times faster is token 2 than token 1?", guess=None
+    "second", "With the cache, how many times faster is a later token than token 1?", guess=None
 )
 
 # %%
@@ -438,9 +438,10 @@ def timed(cached):
 timed(True)  # warm up
 rounds = [(timed(False), timed(True)) for _ in range(2)]
 without, cached = ([min(times) * 1e3 for times in zip(*runs)] for runs in zip(*rounds))
-faster = cached[0] / median(cached[1:])
-print(f"token 1: {cached[0]:.0f} ms, token 2: {cached[1]:.0f} ms")
-print(f"{faster:.1f} times faster; your guess: {today.guess('second')}")
+later = median(cached[1:])
+faster = cached[0] / later
+print(f"token 1: {cached[0]:.0f} ms, a later token (the median of five): {later:.0f} ms")
+print(f"{faster:.1f} times faster; your guess: {today.guess('second') or 'none'}")
 assert faster > 1.5
 
 # %%

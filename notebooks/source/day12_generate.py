@@ -181,8 +181,9 @@ print(repr(shown))
 #    is what you get letter by letter, so the answer does not depend on how the text was cut.
 # 5. `finish()` returns what was held and never became a stop string. No more text will come.
 #
-# In the check's table a bar stands between what each piece let through; the last part is what `finish`
-# gave. `All done|. |||| found` means: two pieces showed something, and then the stop string came.
+# The check's table lists what each piece let through; the last in the list is what `finish` gave, and
+# behind it stands `found`. `(['All done', '. ', '', '', '', ''], True)` means: two pieces showed
+# something, and then the stop string came.
 # Stuck? `today.hint()` looks at the case that failed.
 
 
@@ -532,7 +533,7 @@ for length, stamps in waits.items():
     per_token = (stamps[-1] - stamps[0]) / 11
     print(f"prompt of {length:3}: first token {stamps[0]:4.0f} ms, then {per_token:3.0f} ms each")
 share = waits[16][0] / waits[16][-1]
-print(f"first piece after {share:.2f} of the time; your guess: {today.guess('share')}")
+print(f"first piece after {share:.2f} of the time; your guess: {today.guess('share') or 'none'}")
 assert waits[16][0] < waits[16][-1] / 2
 assert waits[256][0] > 2 * waits[16][0]
 
@@ -552,8 +553,8 @@ ax.set_yticklabels(["16 tokens\nof prompt", "256 tokens\nof prompt"])
 fig
 
 # %% [markdown]
-# Each dot is a token that a streaming reader has and a waiting one has not. The dots are equally far
-# apart in both rows: a step of decode costs nearly the same whatever came before. The line in front of
+# Each dot is a token that a streaming reader has and a waiting one has not. The dots are nearly equally
+# far apart in both rows: a step of decode costs nearly the same whatever came before. The line in front of
 # them is prefill, which no stream can shorten.
 #
 # What it does not show: a stop string makes some dots late, since held text is not shown; and two

@@ -347,7 +347,7 @@ day1 = [row.prefill * 1e3 for row in rows if row.path == "transformers"]
 speedup = [slow / fast for slow, fast in zip(decode["no cache"], decode["cache"])]
 for length, times in zip(lengths, speedup):
     print(f"after {length:3} tokens the cache is {times:4.1f} times faster")
-print("your guess for 512:", today.guess("speedup"))
+print("your guess for 512:", today.guess("speedup") or "none")
 assert speedup[2] > speedup[0]
 assert speedup[2] > 3
 
@@ -380,9 +380,9 @@ ax.set(xlim=(7, 1_900), ylim=(0.6 * min(floor), None), xticks=lengths)
 fig
 
 # %% [markdown]
-# The curve is bent. Without the cache, time doubles with the text. With it the line is almost flat,
-# and the gap, which is the speed-up, grows with every token. So "how many times faster" has no single
-# answer: it depends on how long the text is, and a quoted number without a length says nothing.
+# The curve is bent. Without the cache, the longer the text, the nearer doubling it comes to doubling
+# the time. With the cache the line is almost flat, and the gap, which is the speed-up, grows with every
+# token. So "how many times faster" has no single answer: it depends on how long the text is, and a quoted number without a length says nothing.
 #
 # Beside it, the library that everybody uses, doing the same work. And below, in black, the floor: the
 # time that reading the bytes takes, if nothing else cost anything.
@@ -438,7 +438,7 @@ fig
 # Day 6's `sdpa` multiplies all queries with all keys, then masks the upper triangle away. For a prompt
 # of 1,024 tokens those are a million scores in each head, and half of them are never used.
 #
-# So cut the queries into **tiles**. Query 0 to 127 can see no key after 127: multiply them with 128
+# So cut the queries into **tiles**. Queries 0 to 127 can see no key after 127: multiply them with 128
 # keys. The next tile needs 256. Only on the last tile are all keys needed.
 #
 # ### Your turn: `keys_of_a_tile`
@@ -475,8 +475,11 @@ for tile in (1_024, 512, 128, 32):
 
 # %% [markdown]
 # Smaller tiles waste less, and make more and smaller products, each of which costs something to start.
-# 32 saves hardly more than 128. Here is `sdpa` in its final form. The sum is Day 6's. Inside a tile,
-# only the last square needs a mask; all keys before it are visible.
+# 32 saves hardly more than 128. Which is the fastest depends on the machine; over whole prompts, in
+# float32 and bfloat16, 128 was the best on ours.
+#
+# Here is `sdpa` in its final form. The sum is Day 6's. Inside a tile, only the last square needs a
+# mask; all keys before it are visible.
 
 
 # %% jupyter={"source_hidden": true}
@@ -566,14 +569,15 @@ today.predict(
 sizes = (8, 32, 128, 512, 1_024)
 took = median_times({n: lambda n=n: in_tiles_of(n, q, k, v) for n in sizes}, rounds=3)
 print(f"one matmul {took[1_024] * 1e3:.0f} ms, tiles of 128 {took[128] * 1e3:.0f} ms")
-print(f"{took[1_024] / took[128]:.1f} times faster; your guess: {today.guess('tiles')}")
+print(f"{took[1_024] / took[128]:.1f} times faster; your guess: {today.guess('tiles') or 'none'}")
 assert took[128] < took[1_024]
 
 # %%
 fig, ax = figure(
     xlabel="queries in a tile", ylabel="milliseconds", title="One layer's attention, 1,024 tokens"
 )
-line(ax, sizes, [took[n] * 1e3 for n in sizes], "one matmul", COLOURS["contiguous"])
+line(ax, sizes, [took[n] * 1e3 for n in sizes], "", COLOURS["contiguous"])
+label_line(ax, 1_024, took[1_024] * 1e3, "1,024:\none matmul", COLOURS["contiguous"])
 if guess := today.guess("tiles"):
     prediction_marker(ax, 128, took[1_024] / guess * 1e3)
 log2_axis(ax)
@@ -583,7 +587,7 @@ fig
 # %% [markdown]
 # Half of the scores are gone, and often more than half of the time: the scores of a tile are small
 # enough to stay near the processor, while a million of them have to travel to memory and back. That is
-# a lesson about bytes again. Too small a tile loses what it won.
+# a lesson about bytes again. Too small a tile loses what it won; how small that is, your machine says.
 #
 # What it does not show: attention is one part of prefill, and at 1,024 tokens the matrix products of the
 # MLP take longer. For decode nothing changes at all; one query is one tile. Day 22 goes one step
@@ -605,7 +609,8 @@ print(f"a token after 512 reads {step / 1e6:.0f} MB; in bfloat16 it would be hal
 # ## What you learned
 #
 # 1. **A time without its correctness, its length and its roof is not a measurement.**
-# 2. **The cache turns a slope into a floor,** and the floor is the time it takes to read the model.
+# 2. **The cache turns a slope into a line that is almost flat,** and more than half of what is left is
+#    the time it takes to read the model.
 # 3. **Prefill computes, decode reads.** Ask which of the two you are in before you optimise anything.
 #
 # ## The week in questions
@@ -618,11 +623,11 @@ today.review()
 # %% [markdown]
 # ## Tomorrow
 #
-# The engine is correct, it remembers, and it stands near the roof, for **one** sequence. Its cache is a
-# strip that must be reserved before anybody knows how long the answer will be. Week 4 takes the strip
-# apart: Day 14 hands memory out in blocks.
+# The engine is correct, it remembers, and it reads at more than half of the roof, for **one**
+# sequence. Its cache is a strip that must be reserved before anybody knows how long the answer will
+# be. Week 4 takes the strip apart: Day 14 hands memory out in blocks.
 #
 # **In one paragraph.** We built a benchmark that compares tokens before it compares times, and lets the
-# rivals take turns. The cache bends Day 1's curve into a line that hardly rises, and what is left is the
-# time to read half a gigabyte of weights for each token. Then we stopped computing the half of attention
+# rivals take turns. The cache bends Day 1's curve into a line that hardly rises, and most of what is
+# left is the time to read half a gigabyte of weights for each token. Then we stopped computing the half of attention
 # that its mask throws away, and prefill got its share too.

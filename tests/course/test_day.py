@@ -158,6 +158,10 @@ def test_hints_climb_by_the_case_that_failed(today, cell, capsys):
     said(capsys)
     today.hint()
     assert said(capsys) == "Hint 1 of 3, for the case '3 rows of 2': Look at the shapes."
+    today.check(cell("def scale_rows(x, f):\n    return x / 2").scale_rows)
+    said(capsys)
+    today.hint()
+    assert said(capsys).startswith("Hint 1 of 3")
     today.check(cell(RIGHT).scale_rows)
     said(capsys)
     today.hint()

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from nanoserve.config import ModelConfig
 from nanoserve.course import widgets
-from nanoserve.course.exercise import Case, Exercise, wrong
+from nanoserve.course.exercise import Case, Exercise, exact, wrong
 from nanoserve.course.plots import COLOURS, figure
 
 SMOLLM2 = ModelConfig(
@@ -70,6 +70,16 @@ def _square(config, length):
     return work_of_a_token(config, length) - _parts(config, length)["scores"] + square
 
 
+@wrong("Attention has four matrices, q, k, v and o. One as large as q was left out: o.")
+def _no_o(config, length):
+    return work_of_a_token(config, length) - _parts(config, length)["q and o"] // 2
+
+
+@wrong("Attention has four matrices, q, k, v and o. Of k and v only one was counted.")
+def _k_or_v(config, length):
+    return work_of_a_token(config, length) - _parts(config, length)["k and v"] // 2
+
+
 @wrong("The MLP has three matrices, gate, up and down. Two were counted.")
 def _two_matrices(config, length):
     return work_of_a_token(config, length) - _parts(config, length)["mlp"] // 3
@@ -94,13 +104,20 @@ def _scores_only(config, length):
     return work_of_a_token(config, length) - _parts(config, length)["scores"] // 2
 
 
+def _whole(got, expected):
+    """Exact, and an int: operations are counted."""
+    if isinstance(got, float):
+        return "it gives a float: operations are counted, so return an int (use `//`, not `/`)"
+    return exact(got, expected)
+
+
 def _cases() -> list[Case]:
     wide = replace(TINY, n_q=4, n_kv=4, num_layers=1, head_dim=6)
     return [
-        Case("a tiny model, 1 token", (TINY, 1), kind="linear"),
-        Case("a tiny model, 5 tokens", (TINY, 5), kind="pairs"),
-        Case("as many KV heads as query heads, 3 tokens", (wide, 3), kind="linear"),
-        Case("SmolLM2, 100 tokens", (SMOLLM2, 100), kind="pairs"),
+        Case("a tiny model, 1 token", (TINY, 1), kind="linear", compare=_whole),
+        Case("a tiny model, 5 tokens", (TINY, 5), kind="pairs", compare=_whole),
+        Case("as many KV heads as query heads, 3 tokens", (wide, 3), kind="linear", compare=_whole),
+        Case("SmolLM2, 100 tokens", (SMOLLM2, 100), kind="pairs", compare=_whole),
     ]
 
 
@@ -129,7 +146,7 @@ EXERCISES = (
         solution=work_of_a_token,
         wrong=(
             _one_operation, _head_everywhere, _all_heads, _square,
-            _two_matrices, _only_the_last, _scores_only,
+            _no_o, _k_or_v, _two_matrices, _only_the_last, _scores_only,
         ),
     ),
 )  # fmt: skip

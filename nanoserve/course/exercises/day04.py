@@ -445,9 +445,10 @@ REVIEW = (
         "character is held back until the rest comes (Day 3).",
     ),
     (
-        "A user types <|im_end|> into the chat. What must the tokenizer make of it, and why?",
-        "Plain characters. Only the text that the chat template has made is encoded with special "
-        "tokens; otherwise a user could end the message and write the next one (Day 3).",
+        "A user types <|im_end|>. What does the tokenizer make of it, alone and in a chat?",
+        "Alone, `encode` makes plain characters of it. In a chat the template puts the user's "
+        "words into one string, and all of that is parsed: the message ends there. A service for "
+        "strangers has to strip such marks first (Day 3).",
     ),
     (
         "A query stands at position 9 and a key at 6; in another text they stand at 509 and 506. "

@@ -142,13 +142,14 @@ def _sdpa(
     first_hidden=None,
     mask_late=False,
     own_scale=True,
+    square=False,
 ):
     """Attention head by head, with the places where people go wrong as options."""
     (n_q, seq_q, dim), (n_kv, seq_total) = q.shape[1:], k.shape[1:3]
     if scale is None or not own_scale:
         scale = dim**-0.5 if divide is None else divide(dim)
     edge = 1 + seq_total - seq_q if first_hidden is None else first_hidden
-    hidden = torch.ones(seq_q, seq_total, dtype=torch.bool).triu(edge)
+    hidden = torch.ones(seq_q, seq_q if square else seq_total, dtype=torch.bool).triu(edge)
     heads = []
     for h in range(n_q):
         g = kv_head(h, n_q // n_kv, n_kv)
@@ -182,7 +183,10 @@ def _no_scale(q, k, v, scale=None):
     return _sdpa(q, k, v, scale, divide=lambda dim: 1.0)
 
 
-@wrong("The scores are divided by head_dim. It is the square root of head_dim that is wanted.")
+@wrong(
+    "The scores are divided by 8. That is head_dim here, and its root in SmolLM2 alone: it is the "
+    "square root of q's own head_dim that is wanted."
+)
 def _no_root(q, k, v, scale=None):
     return _sdpa(q, k, v, scale, divide=lambda dim: 1 / dim)
 
@@ -213,6 +217,14 @@ def _upper_left(q, k, v, scale=None):
     return _sdpa(q, k, v, scale, first_hidden=1)
 
 
+@wrong(
+    "The mask is a square, seq_q by seq_q. It needs a column for every key, seq_total of them, and "
+    "the queries are the last of those positions."
+)
+def _square_mask(q, k, v, scale=None):
+    return _sdpa(q, k, v, scale, first_hidden=1, square=True)
+
+
 @wrong("A token does not see itself, and the first one sees nothing: hide j > i, not j >= i.")
 def _hides_diagonal(q, k, v, scale=None):
     return _sdpa(q, k, v, scale, first_hidden=k.shape[2] - q.shape[2])
@@ -237,6 +249,7 @@ def _sdpa_cases() -> list[Case]:
     numbered = torch.arange(2.0).view(1, 2, 1, 1).expand(1, 2, SEQ, DIM).clone()
     poked_k, poked_v = k.clone(), v.clone()
     poked_k[:, :, 3], poked_v[:, :, 3] = 5.0, 1000.0
+    longer = _random(3, 2, N_KV, 10, DIM), _random(4, 2, N_KV, 10, DIM)
     half = (2 * q).half(), (2 * k).half(), v.half()
     return [
         case("6 query heads, 2 KV heads, 5 tokens", q, k, v, "sum"),
@@ -244,6 +257,7 @@ def _sdpa_cases() -> list[Case]:
         case("token 3 made huge: tokens 0 to 2 do not notice", q, poked_k, poked_v, "mask"),
         case("a scale of 0.1", q, k, v, "sum", (0.1,)),
         case("one query, the newest of 5 tokens", q[:, :, -1:], k, v, "mask"),
+        case("3 queries, the newest of 10 tokens", q[:, :, -3:], *longer, "mask"),
         case("float16 in, float16 out", *half, "dtype", atol=5e-3, rtol=1e-2),
     ]
 
@@ -321,7 +335,7 @@ EXERCISES = (
         target="nanoserve.layers:sdpa",
         wrong=(
             _no_mask, _wrong_heads, _first_head, _no_scale, _no_root, _ignores_scale, _late_mask,
-            _wrong_axis, _upper_left, _hides_diagonal, _stays_wide, _grouped,
+            _wrong_axis, _upper_left, _square_mask, _hides_diagonal, _stays_wide, _grouped,
         ),
     ),
 )  # fmt: skip

@@ -276,10 +276,10 @@ REVIEW = (
         "input, so the layer can switch channels on and off for each token.",
     ),
     (
-        "Day 5. Somebody swaps gate and up, and the model still writes English. Why does nothing "
+        "Day 5. Somebody takes GELU for SiLU, and the model still writes English. Why does nothing "
         "crash, and what notices?",
-        "The two matrices have the same shape. Only a comparison with the oracle's activations, "
-        "or a test built to tell them apart, sees it.",
+        "Every shape is right, and the two curves look alike from a distance. Only a comparison "
+        "with the oracle's activations, or a test built to tell them apart, sees it.",
     ),
     (
         "Day 6. SmolLM2 has 9 query heads and 3 KV heads. Which KV head serves query head 5, and "

@@ -188,7 +188,7 @@ def _append_cases() -> list[Case]:
         case("10 tokens, room for 4", "grow", _last_step, [10], 4),
         case("3 tokens, then 1, 1 and 1, room for 4", "grow", _last_step, [3, 1, 1, 1], 4),
         case("is what comes back a view?", "view", _is_view),
-        Case("a batch of 2", kind="batch", call=_batch, expected=raises(ValueError, "2")),
+        Case("a batch of 2", kind="batch", call=_batch, expected=raises(ValueError)),
     ]
 
 

@@ -85,6 +85,24 @@ class _HoldsFixed(_Right):
 
 
 @wrong(
+    "The last characters are always held back, as many as the longest stop string has. Hold only "
+    "what begins a stop string: after a piece such as 'an oak' nothing does."
+)
+class _HoldsWhole(_Right):
+    def keep(self, text):
+        return min(len(text), max((len(s) for s in self.stops), default=0))
+
+
+@wrong(
+    "A fixed number of characters is always held back, and with no stop strings `text[:-0]` is "
+    "empty. Hold only what begins a stop string."
+)
+class _HoldsSlice(_HoldsFixed.fn):
+    def keep(self, text):
+        return super().keep(text) or len(text)
+
+
+@wrong(
     "Where two stop strings are in the text, the first of the list wins. The one that is complete "
     "first should."
 )
@@ -210,11 +228,11 @@ class _ShortestEnd(_Right):
         return next((n for n in lengths if self.begins(text[-n:])), 0)
 
 
-def _shown(answer: type, stops: tuple[str, ...], pieces: list[str]) -> str:
-    """What each piece let through and what the end did, with a bar between them."""
+def _shown(answer: type, stops: tuple[str, ...], pieces: list[str]) -> tuple[list[str], bool]:
+    """What each piece let through and what the end did, and whether a stop string was found."""
     stop = answer(stops)
     shown = [stop.add(piece) for piece in pieces]
-    return "|".join(map(str, [*shown, stop.finish()])) + (" found" if stop.found else " not found")
+    return [*shown, stop.finish()], stop.found
 
 
 def _cases() -> list[Case]:
@@ -279,9 +297,9 @@ EXERCISES = (
         },
         target="nanoserve.generate:StopStrings",
         wrong=(
-            _Leaks, _EachAlone, _HoldsAll, _HoldsFixed, _ListOrder, _EarliestStart, _ShorterWins,
-            _DropsBefore, _FinishLoses, _StopShown, _GoesOn, _StartsOver, _NeverTells, _HeldStays,
-            _FirstOnly, _OneCharacter, _ShortestEnd,
+            _Leaks, _EachAlone, _HoldsAll, _HoldsFixed, _HoldsWhole, _HoldsSlice, _ListOrder,
+            _EarliestStart, _ShorterWins, _DropsBefore, _FinishLoses, _StopShown, _GoesOn,
+            _StartsOver, _NeverTells, _HeldStays, _FirstOnly, _OneCharacter, _ShortestEnd,
         ),
     ),
 )  # fmt: skip
