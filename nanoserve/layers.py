@@ -99,27 +99,35 @@ def sdpa(
     h // n_rep, by a view. `scale` defaults to head_dim ** -0.5. A tile never touches a key that
     none of its queries may see.
     """
-    n_q, seq_q, head_dim = q.shape[1:]
+    batch, n_q, seq_q, head_dim = q.shape
     n_kv, seq_total = k.shape[1:3]
-    scale = head_dim**-0.5 if scale is None else scale
-    q = q.unflatten(1, (n_kv, n_q // n_kv))  # [batch, n_kv, n_rep, seq_q, head_dim]
-    tiles = []
+    q = q * (head_dim**-0.5 if scale is None else scale)  # fewer numbers to scale than scores
+    q = q.reshape(batch * n_kv, n_q // n_kv, seq_q, head_dim)  # the heads that share keys, together
+    k, v = k.flatten(0, 1), v.flatten(0, 1)  # [batch * n_kv, seq_total, head_dim]
+    out = torch.empty_like(q)
+    # one tile's scores and weights, used again by the next: fresh memory is slow to touch
+    room = q.new_empty(2, batch * n_q * min(seq_q, QUERY_TILE) * seq_total)
     for start in range(0, seq_q, QUERY_TILE):
-        tile = q[:, :, :, start : start + QUERY_TILE]
-        keys = seq_total - seq_q + start + tile.shape[3]
-        tiles.append(_attend(tile, k[:, :, :keys], v[:, :, :keys], scale))
-    return torch.cat(tiles, dim=3).flatten(1, 2)
+        tile = slice(start, min(start + QUERY_TILE, seq_q))
+        keys = seq_total - seq_q + tile.stop
+        out[:, :, tile] = _attend(q[:, :, tile], k[:, :keys], v[:, :keys], room)
+    return out.view(batch, n_q, seq_q, head_dim)
 
 
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    """One tile: q [batch, n_kv, n_rep, tile, head_dim]; k, v [batch, n_kv, keys, head_dim]."""
-    n_rep, tile = q.shape[2:4]
-    scores = (q.flatten(2, 3) @ k.transpose(-1, -2)).mul_(scale)  # [batch, n_kv, n_rep*tile, keys]
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
+    """One tile: q [groups, n_rep, tile, head_dim], scaled; k, v [groups, keys, head_dim] -> as q.
+
+    `room` is [2, at least groups * n_rep * tile * keys] numbers to work in.
+    """
+    groups, n_rep, tile, _ = q.shape
+    shape = (groups, n_rep * tile, k.shape[1])
+    scores, weights = (numbers[: math.prod(shape)].view(shape) for numbers in room)
+    torch.bmm(q.flatten(1, 2), k.transpose(1, 2), out=scores)
     if tile > 1:
         future = torch.ones(tile, tile, dtype=torch.bool, device=q.device).triu_(1)
-        scores.unflatten(2, (n_rep, tile))[..., -tile:].masked_fill_(future, -torch.inf)
-    weights = torch.softmax(scores, dim=-1)  # summed in float32, whatever the dtype
-    return (weights @ v).unflatten(2, (n_rep, tile))
+        scores.unflatten(1, (n_rep, tile))[..., -tile:].masked_fill_(future, -torch.inf)
+    torch.softmax(scores, dim=-1, out=weights)  # summed in float32, whatever the dtype
+    return torch.bmm(weights, v).view(q.shape)
 
 
 class Cache(Protocol):
@@ -147,7 +155,8 @@ def gqa_attention(
     """Grouped-query attention (Ainslie et al. 2023): n_q query heads share n_kv keys and values.
 
     x [batch, seq, hidden], cos and sin [seq, head_dim] of x's positions -> [batch, seq, hidden].
-    A cache takes this step's keys and values as layer `index`'s, and gives back the whole history.
+    A cache takes this step's keys and values as layer `index`'s; then it gives back the whole
+    history, or attends itself where it can.
     """
     q = _heads(_linear(x, layer, "self_attn.q_proj"), config.n_q)  # [batch, n_q, seq, head_dim]
     k = _heads(_linear(x, layer, "self_attn.k_proj"), config.n_kv)
@@ -156,9 +165,12 @@ def gqa_attention(
         q = rms_norm(q, layer["self_attn.q_norm.weight"], config.norm_eps)
         k = rms_norm(k, layer["self_attn.k_norm.weight"], config.norm_eps)
     q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
-    if cache is not None:
-        k, v = cache.append(index, k, v)
-    out = sdpa(q, k, v)
+    if cache is None:
+        out = sdpa(q, k, v)
+    elif hasattr(cache, "paged_attention"):  # a cache that reads its own memory
+        out = cache.paged_attention(index, k, v, q, config.n_rep)
+    else:
+        out = sdpa(q, *cache.append(index, k, v))
     return _linear(out.transpose(1, 2).flatten(2), layer, "self_attn.o_proj")
 
 
