@@ -3,6 +3,9 @@
 import torch
 
 from nanoserve.config import ModelConfig
+from nanoserve.kernels.reference import paged_attention_reference
+
+BLOCK_SIZE = 16  # slots of a block: small enough to waste little, large enough for a short table
 
 
 class NaiveKVCache:
@@ -44,3 +47,203 @@ class NaiveKVCache:
             k[:, :, : self.seq_len] = self._k[:, :, : self.seq_len]
             v[:, :, : self.seq_len] = self._v[:, :, : self.seq_len]
         self._k, self._v = k, v
+
+
+class KVCacheExhausted(RuntimeError):
+    """The pool has too few free blocks; whatever asked for them has changed nothing."""
+
+
+class BlockAllocator:
+    """Hands out the blocks of a pool; each has one owner at a time, or is free.
+
+    Free blocks are a stack: the one given back last is taken next, while it is warm in the cache.
+    Invariant: free + owned = num_blocks, and no block is both.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        """num_blocks blocks of block_size slots. Raises ValueError unless both are at least 1."""
+        for name, value in (("num_blocks", num_blocks), ("block_size", block_size)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._free = list(range(num_blocks))[::-1]
+        self._owned: set[int] = set()
+
+    @property
+    def num_free(self) -> int:
+        """How many blocks nobody owns."""
+        return len(self._free)
+
+    def allocate(self) -> int:
+        """Take one block and return its id. Raises KVCacheExhausted when none is free."""
+        return self.allocate_for(1)[0]
+
+    def allocate_for(self, num_tokens: int) -> list[int]:
+        """Take just enough blocks for num_tokens, all or none. Raises KVCacheExhausted."""
+        if num_tokens < 0:
+            raise ValueError(f"num_tokens must be at least 0, got {num_tokens}")
+        needed = -(-num_tokens // self.block_size)  # rounded up
+        if needed > self.num_free:
+            raise KVCacheExhausted(f"{needed} blocks are needed and {self.num_free} are free")
+        blocks = [self._free.pop() for _ in range(needed)]
+        self._owned.update(blocks)
+        return blocks
+
+    def free(self, block_id: int) -> None:
+        """Give a block back. Raises ValueError for one that is free already or was never here."""
+        if block_id not in self._owned:
+            known = isinstance(block_id, int) and 0 <= block_id < self.num_blocks
+            reason = "is free already" if known else f"is none of the pool's {self.num_blocks}"
+            raise ValueError(f"block {block_id} {reason}")
+        self._owned.remove(block_id)
+        self._free.append(block_id)
+
+
+class BlockTable:
+    """One sequence's blocks in order: where each of its positions lies in the pool."""
+
+    def __init__(self, allocator: BlockAllocator) -> None:
+        self.blocks: list[int] = []
+        self._allocator = allocator
+
+    @property
+    def capacity(self) -> int:
+        """How many tokens the blocks have room for."""
+        return len(self.blocks) * self._allocator.block_size
+
+    def grow(self, num_tokens: int) -> None:
+        """Own enough blocks for num_tokens tokens in all. Raises KVCacheExhausted, unchanged."""
+        self.blocks += self._allocator.allocate_for(max(0, num_tokens - self.capacity))
+
+    def locate(self, position: int) -> tuple[int, int]:
+        """The (block id, offset in the block) of a position. Raises ValueError past capacity."""
+        if not 0 <= position < self.capacity:
+            raise ValueError(f"position {position} is outside the table's {self.capacity} slots")
+        index, offset = divmod(position, self._allocator.block_size)
+        return self.blocks[index], offset
+
+    def slot(self, position: int) -> int:
+        """The physical slot of a position: block id * block_size + offset."""
+        block, offset = self.locate(position)
+        return block * self._allocator.block_size + offset
+
+    def free(self) -> None:
+        """Give every block back; a second call has nothing left to give."""
+        while self.blocks:
+            self._allocator.free(self.blocks.pop())
+
+
+class KVPool:
+    """The keys and values of all layers and of many sequences, in one place.
+
+    k and v are [num_layers, num_slots, n_kv, head_dim]; slot s is offset s % block_size of block
+    s // block_size. With `poison`, slots that nobody owns hold NaN, so a stale read shows at once.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        num_blocks: int,
+        block_size: int = BLOCK_SIZE,
+        dtype: torch.dtype = torch.float32,
+        device: str | torch.device = "cpu",
+        poison: bool = False,
+    ) -> None:
+        self.allocator = BlockAllocator(num_blocks, block_size)
+        shape = (config.num_layers, num_blocks * block_size, config.n_kv, config.head_dim)
+        fill = torch.nan if poison else 0.0
+        self.k = torch.full(shape, fill, dtype=dtype, device=device)
+        self.v = torch.full(shape, fill, dtype=dtype, device=device)
+        self._poison = poison
+
+    def release(self, table: BlockTable) -> None:
+        """Take a sequence's blocks back, and poison their slots where that was asked for."""
+        size = self.allocator.block_size
+        for block in table.blocks if self._poison else ():
+            self.k[:, block * size : (block + 1) * size] = torch.nan
+            self.v[:, block * size : (block + 1) * size] = torch.nan
+        table.free()
+
+
+class PagedKVCache:
+    """One sequence's view of a pool: its block table, its length and its slot mapping."""
+
+    def __init__(self, pool: KVPool) -> None:
+        self.seq_len = 0
+        self.pool = pool
+        self.table = BlockTable(pool.allocator)
+        self._slots = torch.empty(0, dtype=torch.int64, device=pool.k.device)
+        self._mapped = 0  # how many positions _slots holds
+
+    @property
+    def slot_mapping(self) -> torch.Tensor:
+        """The physical slot of each token held, oldest first: int64 [seq_len], on the device."""
+        return self._slots[: self.seq_len]
+
+    def append(
+        self, layer: int, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write k, v [1, n_kv, seq_q, head_dim] through their slots; return the gathered history.
+
+        Raises KVCacheExhausted where the pool has no room, with nothing written or taken, and
+        ValueError for more than one sequence.
+        """
+        slots = self._write(layer, k, v)
+        # [seq_total, n_kv, head_dim] -> [1, n_kv, seq_total, head_dim], as NaiveKVCache lays it out
+        k, v = (
+            pool[layer][slots].transpose(0, 1).contiguous() for pool in (self.pool.k, self.pool.v)
+        )
+        return k[None], v[None]
+
+    def paged_attention(
+        self,
+        layer: int,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        q: torch.Tensor,
+        n_rep: int,
+        scale: float | None = None,
+    ) -> torch.Tensor:
+        """Write this step's k and v, then let q [1, n_q, seq_q, head_dim] attend in place.
+
+        The history is read where it lies, through the slot mapping; errors as for append.
+        """
+        slots = self._write(layer, k, v)
+        return paged_attention_reference(
+            q, self.pool.k[layer], self.pool.v[layer], slots, n_rep, scale
+        )
+
+    def free(self) -> None:
+        """Give every block back and forget the sequence; may be called twice."""
+        self.pool.release(self.table)
+        self.seq_len = self._mapped = 0
+
+    def _write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Scatter k and v into their slots; the slots [seq_total] of the history, theirs included.
+
+        seq_len moves with the last layer, so all layers of a step see the same mapping.
+        """
+        if k.shape[0] != 1:
+            raise ValueError(f"a cache holds one sequence, got a batch of {k.shape[0]}")
+        end = self.seq_len + k.shape[2]
+        self._map(end)
+        new = self._slots[self.seq_len : end]
+        self.pool.k[layer].index_copy_(0, new, k[0].transpose(0, 1))
+        self.pool.v[layer].index_copy_(0, new, v[0].transpose(0, 1))
+        if layer == len(self.pool.k) - 1:
+            self.seq_len = end
+        return self._slots[:end]
+
+    def _map(self, end: int) -> None:
+        """Extend the slot mapping to `end` positions; what it holds already is not touched."""
+        if end <= self._mapped:
+            return
+        self.table.grow(end)
+        if end > len(self._slots):  # room doubles, so that a step costs O(1)
+            room = self._slots.new_empty(max(end, 2 * len(self._slots)))
+            room[: self._mapped] = self._slots[: self._mapped]
+            self._slots = room
+        fresh = [self.table.slot(position) for position in range(self._mapped, end)]
+        self._slots[self._mapped : end] = torch.tensor(fresh, device=self._slots.device)
+        self._mapped = end

@@ -248,6 +248,43 @@ def bench_decode(
         )
 
 
+@bench_app.command("read")
+def bench_read(
+    history: Annotated[
+        list[int] | None, typer.Option(help="Tokens of history; repeatable.", min=1)
+    ] = None,
+    rounds: Annotated[int, typer.Option(help="Reads of each path; they take turns.", min=1)] = 20,
+    dtype: DTypeOption = DType.float32,
+    csv: Annotated[Path | None, typer.Option(help="Write the rows to this file too.")] = None,
+) -> None:
+    """Time one layer's read of a paged history: gathered first, and in place."""
+    import torch
+
+    from nanoserve.bench import read, timing
+    from nanoserve.config import load_config
+    from nanoserve.fetch import resolve
+
+    roof = timing.read_bandwidth()
+    lines = ["model,path,history,seconds,bytes"]
+    typer.echo(
+        f"{dtype.value}, {torch.get_num_threads()} threads, memory read at {roof / 1e9:.1f} GB/s"
+    )
+    shapes = {"SmolLM2-135M": load_config(resolve("smollm2")), "Llama-3.2-1B": read.LLAMA_1B}
+    for name, config in shapes.items():
+        rows = read.read_benchmark(
+            config, history or (16, 64, 256, 1024, 4096), getattr(torch, dtype.value), rounds
+        )
+        for row in rows:
+            rate = row.bytes_per_second
+            typer.echo(
+                f"{name:<13} {row.history:>6} tokens  {row.path:<7} {row.seconds * 1e6:9.1f} µs  "
+                f"{rate / 1e9:6.2f} GB/s, {rate / roof:4.0%} of the roof"
+            )
+            lines.append(f"{name},{row.path},{row.history},{row.seconds:.9f},{row.bytes}")
+    if csv is not None:
+        csv.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
 @course_app.command()
 def start(
     day: Annotated[

@@ -7,13 +7,24 @@ from pathlib import Path
 
 import torch
 
-from nanoserve.cache import NaiveKVCache
+from nanoserve.cache import BLOCK_SIZE, KVPool, NaiveKVCache, PagedKVCache
 from nanoserve.layers import Cache
 from nanoserve.model import Model, load_model
 from nanoserve.sampling import Sample, SamplingParams, make_generator, sample
 from nanoserve.tokenizer import Detokenizer, Tokenizer, load_tokenizer
 
-CACHES = {"naive": NaiveKVCache}
+CACHES = ("paged", "naive")
+
+
+def new_cache(kind: str | None, model: Model, tokens: int) -> Cache | None:
+    """An empty cache of a kind in CACHES with room for `tokens` tokens; None is no cache."""
+    if kind is None:
+        return None
+    if kind == "naive":
+        return NaiveKVCache(model.config)
+    blocks = -(-tokens // BLOCK_SIZE)  # rounded up
+    pool = KVPool(model.config, blocks, BLOCK_SIZE, model.dtype, model.device)
+    return PagedKVCache(pool)
 
 
 @dataclass(frozen=True)
@@ -162,9 +173,9 @@ class LLM:
         source: str | Path = "smollm2",
         dtype: torch.dtype = torch.float32,
         device: str | torch.device = "cpu",
-        cache: str | None = "naive",
+        cache: str | None = "paged",
     ) -> None:
-        """source as for load_model; cache "naive", or None to recompute everything at each step."""
+        """source as for load_model; cache "paged", "naive", or None to recompute every step."""
         if cache is not None and cache not in CACHES:
             known = ", ".join(map(repr, CACHES))
             raise ValueError(f"cache {cache!r} is not known; supported: {known}, None")
@@ -183,8 +194,8 @@ class LLM:
         context, or an id outside the vocabulary.
         """
         single = isinstance(prompts, str) or (len(prompts) and not isinstance(prompts[0], Sequence))
-        streams = [self.stream(prompt, params) for prompt in ([prompts] if single else prompts)]
-        return [stream.completion for stream in streams]
+        checked = [self._prompt_ids(prompt) for prompt in ([prompts] if single else prompts)]
+        return [self.stream(ids, params).completion for ids in checked]
 
     def chat(
         self, messages: list[dict[str, str]], params: SamplingParams | None = None
@@ -194,9 +205,10 @@ class LLM:
 
     def stream(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> Stream:
         """Complete one prompt, giving pieces of text as they come; errors as for generate."""
-        ids = self._prompt_ids(prompt)
-        cache = None if self._cache is None else CACHES[self._cache](self.model.config)
-        return Stream(self.model, self.tokenizer, ids, params or SamplingParams(), cache)
+        ids, params = self._prompt_ids(prompt), params or SamplingParams()
+        tokens = min(len(ids) + params.max_tokens, self.model.config.context)
+        cache = new_cache(self._cache, self.model, tokens)
+        return Stream(self.model, self.tokenizer, ids, params, cache)
 
     def chat_ids(self, messages: list[dict[str, str]]) -> list[int]:
         """A conversation as the token ids that the model was trained to answer."""

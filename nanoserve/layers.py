@@ -155,7 +155,8 @@ def gqa_attention(
     """Grouped-query attention (Ainslie et al. 2023): n_q query heads share n_kv keys and values.
 
     x [batch, seq, hidden], cos and sin [seq, head_dim] of x's positions -> [batch, seq, hidden].
-    A cache takes this step's keys and values as layer `index`'s, and gives back the whole history.
+    A cache takes this step's keys and values as layer `index`'s; then it gives back the whole
+    history, or attends itself where it can.
     """
     q = _heads(_linear(x, layer, "self_attn.q_proj"), config.n_q)  # [batch, n_q, seq, head_dim]
     k = _heads(_linear(x, layer, "self_attn.k_proj"), config.n_kv)
@@ -164,9 +165,12 @@ def gqa_attention(
         q = rms_norm(q, layer["self_attn.q_norm.weight"], config.norm_eps)
         k = rms_norm(k, layer["self_attn.k_norm.weight"], config.norm_eps)
     q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
-    if cache is not None:
-        k, v = cache.append(index, k, v)
-    out = sdpa(q, k, v)
+    if cache is None:
+        out = sdpa(q, k, v)
+    elif hasattr(cache, "paged_attention"):  # a cache that reads its own memory
+        out = cache.paged_attention(index, k, v, q, config.n_rep)
+    else:
+        out = sdpa(q, *cache.append(index, k, v))
     return _linear(out.transpose(1, 2).flatten(2), layer, "self_attn.o_proj")
 
 

@@ -1,10 +1,13 @@
 """Timing with a scripted clock: exact figures, fair turns, and no figure for a wrong answer."""
 
+import csv
+import sys
 from collections.abc import Iterable
 
 import pytest
 import torch
 
+from nanoserve.bench import read, timing
 from nanoserve.bench.decode import (
     DecodeRow,
     WrongAnswer,
@@ -13,11 +16,16 @@ from nanoserve.bench.decode import (
     engine_path,
     oracle_path,
 )
+from nanoserve.bench.read import LLAMA_1B, ReadRow, read_benchmark, scattered_cache
 from nanoserve.bench.timing import median_times, read_bandwidth, token_times
+from nanoserve.cache import BLOCK_SIZE, PagedKVCache
+from nanoserve.cli import main
+from nanoserve.config import parse_config
 from nanoserve.fetch import fetch
+from nanoserve.layers import sdpa
 from nanoserve.model import load_model
 from nanoserve.oracle import load_oracle
-from tests.checkpoints import KINDS, random_model, save
+from tests.checkpoints import KINDS, SHAPES, random_model, save
 
 
 class ScriptedClock:
@@ -194,3 +202,191 @@ def test_the_bytes_of_a_step_are_the_real_models_tensors_and_its_history():
 def test_the_bytes_of_a_step_are_counted_for_every_kind(kind, tmp_path):
     model = load_model(save(random_model(kind), tmp_path))
     assert bytes_per_token(model.config, 0, torch.float32) == count(model, torch.float32)
+
+
+# the read
+
+
+FOUR_LAYERS = parse_config(SHAPES | {"model_type": "llama", "num_hidden_layers": 4})
+
+
+@pytest.fixture
+def reads(monkeypatch) -> tuple[ScriptedClock, list[tuple[str, int]]]:
+    """A clock that only the reads move, by scripted seconds, and a log of (path, layer)."""
+    clock, log = ScriptedClock(), []
+    append, fused = PagedKVCache.append, PagedKVCache.paged_attention
+    slow = iter([100, 50, 50, 4, 6, 80])  # the check, two warm-ups, then what is timed
+    quick = iter([200, 70, 70, 3, 1, 2])
+
+    def scripted_append(cache, layer, k, v):
+        if k.shape[2] == 1 and cache.seq_len:  # not while the history is laid out
+            clock.now += next(slow)
+            log.append(("gather", layer))
+        return append(cache, layer, k, v)
+
+    def scripted_fused(cache, layer, *args):
+        clock.now += next(quick)
+        log.append(("fused", layer))
+        return fused(cache, layer, *args)
+
+    monkeypatch.setattr(PagedKVCache, "append", scripted_append)
+    monkeypatch.setattr(PagedKVCache, "paged_attention", scripted_fused)
+    return clock, log
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_read_benchmark_gives_medians_and_the_bytes_of_one_layers_history(dtype, reads):
+    clock, _ = reads
+    rows = read_benchmark(FOUR_LAYERS, [37], dtype, rounds=3, clock=clock)
+    moved = 2 * 37 * 2 * 8 * dtype.itemsize  # k and v, tokens, KV heads, head_dim
+    assert rows == [ReadRow("gather", 37, 6, moved), ReadRow("fused", 37, 2, moved)]
+    assert [row.bytes_per_second for row in rows] == [moved / 6, moved / 2]
+
+
+def test_the_paths_take_turns_and_each_reads_the_next_layer_but_never_the_last(reads):
+    clock, log = reads
+    read_benchmark(FOUR_LAYERS, [37], rounds=3, clock=clock)
+    layers = {path: [layer for name, layer in log if name == path] for path in ("gather", "fused")}
+    assert layers["gather"] == [1, 2, 0, 1, 2, 0]
+    assert layers["fused"] == [1, 1, 2, 0, 1, 2]  # the check reads one layer; then never the same
+    assert [name for name, _ in log][2:] == ["gather", "fused"] * 5
+
+
+def test_histories_are_measured_in_order_and_for_real():
+    rows = read_benchmark(FOUR_LAYERS, [1, 16, 17, 130], rounds=1)
+    assert [(row.path, row.history) for row in rows] == [
+        (path, history) for history in (1, 16, 17, 130) for path in ("gather", "fused")
+    ]
+    assert all(row.seconds > 0 for row in rows)
+
+
+def wrong_sum(cache, layer, k, v, q, n_rep):
+    keys, values = cache.append(layer, k, v)
+    return sdpa(q, keys, values) * (1 + 2**-20)
+
+
+def wrong_order(cache, layer, k, v, q, n_rep):
+    keys, values = cache.append(layer, k, v)
+    return sdpa(q, keys, values.flip(2))
+
+
+def without_writing(cache, layer, k, v, q, n_rep):
+    cache.table.grow(cache.seq_len + 1)
+    slots = [cache.table.slot(p) for p in range(cache.seq_len + 1)]
+    keys, values = (x[layer, slots].transpose(0, 1)[None] for x in (cache.pool.k, cache.pool.v))
+    return sdpa(q, keys, values)
+
+
+@pytest.mark.parametrize("broken", [wrong_sum, wrong_order, without_writing])
+def test_a_read_that_is_wrong_is_never_timed(broken, monkeypatch):
+    clock = ScriptedClock()
+    monkeypatch.setattr(PagedKVCache, "paged_attention", broken)
+    with pytest.raises(WrongAnswer, match="gather and fused differ after 37 tokens"):
+        read_benchmark(FOUR_LAYERS, [37, 64], clock=clock)
+    assert clock.readings == 0
+
+
+@pytest.mark.parametrize("history", [1, 2, 16, 17, 100])
+def test_a_scattered_cache_lies_in_every_second_block_in_descending_order(history):
+    cache, step = scattered_cache(FOUR_LAYERS, history)
+    assert cache.seq_len == history - 1
+    assert {name: x.shape for name, x in step.items()} == {
+        "q": (1, 6, 1, 8),
+        "k": (1, 2, 1, 8),
+        "v": (1, 2, 1, 8),
+    }
+    cache.paged_attention(0, step["k"], step["v"], step["q"], 3)
+    blocks = -(-history // BLOCK_SIZE)
+    assert cache.table.blocks == list(range(2 * blocks - 1, 0, -2))
+    assert cache.pool.allocator.num_free == 0
+    assert cache.seq_len == history - 1  # so that the read can be repeated
+
+
+def test_a_scattered_cache_holds_other_numbers_in_each_layer_and_the_same_each_time():
+    (ours, _), (again, _) = (scattered_cache(FOUR_LAYERS, 40) for _ in range(2))
+    assert torch.equal(ours.pool.k, again.pool.k)
+    assert torch.equal(ours.pool.v, again.pool.v)
+    rows = torch.cat([x[:, ours.slot_mapping].flatten(0, 2) for x in (ours.pool.k, ours.pool.v)])
+    assert len(rows.unique(dim=0)) == 2 * 4 * 39 * 2  # k and v, layers, tokens, KV heads
+    assert rows.std() == pytest.approx(1, abs=0.05)
+    assert scattered_cache(FOUR_LAYERS, 40, torch.float16)[1]["q"].dtype == torch.float16
+
+
+def test_llamas_shape_is_the_published_one():
+    c = LLAMA_1B
+    assert (c.num_layers, c.n_q, c.n_kv, c.head_dim, c.n_rep) == (16, 32, 8, 64, 4)
+    assert bytes_per_token(c, 0, torch.bfloat16) == 2 * 1_235_814_400  # its parameters
+
+
+@pytest.fixture
+def bench_read(monkeypatch, capsys):
+    """Run `nanoserve bench read` on small shapes: exit code, stdout, stderr."""
+    monkeypatch.setattr(timing, "read_bandwidth", lambda: 2e9)
+    monkeypatch.setattr(read, "LLAMA_1B", FOUR_LAYERS)
+    monkeypatch.setattr("nanoserve.config.load_config", lambda path: FOUR_LAYERS)
+
+    def command(*args: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["nanoserve", "bench", "read", *args])
+        with pytest.raises(SystemExit) as end:
+            main()
+        return (end.value.code or 0, *capsys.readouterr())
+
+    return command
+
+
+def test_bench_read_shows_each_row_and_writes_it(bench_read, tmp_path):
+    path = tmp_path / "read.csv"
+    code, out, err = bench_read(
+        "--history",
+        "5",
+        "--history",
+        "20",
+        "--rounds",
+        "2",
+        "--dtype",
+        "bfloat16",
+        "--csv",
+        str(path),
+    )
+    assert (code, err) == (0, "")
+    assert out.startswith("bfloat16, ")
+    assert "memory read at 2.0 GB/s" in out
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(r["model"], int(r["history"]), r["path"], int(r["bytes"])) for r in rows] == [
+        (model, history, name, 2 * history * 2 * 8 * 2)
+        for model in ("SmolLM2-135M", "Llama-3.2-1B")
+        for history in (5, 20)
+        for name in ("gather", "fused")
+    ]
+    for row, line in zip(rows, out.splitlines()[1:], strict=True):
+        seconds, rate = float(row["seconds"]), int(row["bytes"]) / float(row["seconds"])
+        assert line.startswith(row["model"])
+        for text in (f" {row['history']} tokens", f" {row['path']} "):
+            assert text in line
+        assert f"{seconds * 1e6:.1f} µs" in line
+        assert f"{rate / 2e9:.0%} of the roof" in line
+
+
+def test_bench_read_measures_the_five_histories_of_the_course_and_needs_no_file(
+    bench_read, monkeypatch, tmp_path
+):
+    asked = []
+    monkeypatch.setattr(read, "read_benchmark", lambda *args: asked.append(args) or [])
+    monkeypatch.chdir(tmp_path)
+    assert bench_read()[0] == 0
+    assert asked == [(FOUR_LAYERS, (16, 64, 256, 1024, 4096), torch.float32, 20)] * 2
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("args", [("--history", "0"), ("--rounds", "0"), ("--dtype", "int8")])
+def test_bench_read_refuses_a_bad_option_in_one_line(args, bench_read):
+    code, out, err = bench_read(*args)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert args[0] in err
+
+
+def test_bench_read_says_in_one_line_that_a_read_was_wrong(bench_read, monkeypatch):
+    monkeypatch.setattr(PagedKVCache, "paged_attention", wrong_order)
+    code, _, err = bench_read("--history", "20")
+    assert (code, err) == (2, "nanoserve: gather and fused differ after 20 tokens\n")

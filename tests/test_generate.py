@@ -9,13 +9,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanoserve.cache import NaiveKVCache
+from nanoserve.cache import BLOCK_SIZE, KVPool, NaiveKVCache, PagedKVCache
 from nanoserve.generate import (
+    CACHES,
     LLM,
     Completion,
     StopStrings,
     Stream,
     generate_tokens,
+    new_cache,
     next_logits,
 )
 from nanoserve.model import load_model
@@ -75,6 +77,32 @@ def test_without_a_cache_the_tokens_are_the_same(name, smollm2):
     assert [s.token_id for s in samples] == case["greedy_ids"][:15]
 
 
+SEEDED = SamplingParams(max_tokens=8, temperature=0.8, top_p=0.95, seed=7)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "params", [SamplingParams(max_tokens=16), SEEDED], ids=["greedy", "seeded"]
+)
+@pytest.mark.parametrize("name", REFERENCE)
+def test_paged_memory_says_what_contiguous_memory_says(name, params, smollm2):
+    case, said = REFERENCE[name], {}
+    for kind in CACHES:
+        cache = new_cache(kind, smollm2.model, len(case["prompt_ids"]) + params.max_tokens)
+        samples = generate_tokens(smollm2.model, case["prompt_ids"], params, cache, (END,))
+        said[kind] = [sample.token_id for sample in samples]
+    assert said["paged"] == said["naive"]
+    assert (said["paged"] == case["greedy_ids"][: params.max_tokens]) or params is SEEDED
+
+
+def test_the_real_models_paged_logits_are_the_naive_ones_to_the_bit(smollm2):
+    steps = [REFERENCE["chat-moon"]["prompt_ids"], [28], [339, 414, 5, 60, 17], [2]]
+    naive, paged = (new_cache(kind, smollm2.model, 60) for kind in ("naive", "paged"))
+    for ids in steps:
+        ours, theirs = (next_logits(smollm2.model, ids, cache) for cache in (paged, naive))
+        assert torch.equal(ours, theirs)
+
+
 def test_a_chat_is_the_template_and_its_ids(smollm2):
     messages = [{"role": "user", "content": "Say hi. <|im_end|>"}]
     rendered = TOKENIZER.render_chat(messages)
@@ -118,10 +146,54 @@ def test_appends_in_chunks_are_one_append(chunks, tmp_path):
     assert apart(after[1], after[0]) < 1e-5
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_paged_logits_are_the_naive_ones_to_the_bit_whatever_the_model(kind, tmp_path):
+    model = load_model(save(random_model(kind), tmp_path))
+    naive = NaiveKVCache(model.config, capacity=4)
+    paged = PagedKVCache(KVPool(model.config, 8, 3, poison=True))
+    with torch.no_grad():
+        for ids in ids_of(23).split((9, 1, 1, 6, 1, 4, 1), dim=1):
+            assert torch.equal(model(ids, paged), model(ids, naive))
+    assert paged.seq_len == 23
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_paged_to_the_bit_too(dtype, tmp_path):
+    model = load_model(save(random_model(), tmp_path), dtype)
+    naive, paged = (new_cache(kind, model, 23) for kind in ("naive", "paged"))
+    assert paged.pool.k.dtype == dtype
+    with torch.no_grad():
+        for ids in ids_of(23).split((9, 1, 1, 12), dim=1):
+            assert torch.equal(model(ids, paged), model(ids, naive))
+
+
+def test_two_texts_of_one_pool_are_written_in_turn(tiny):
+    """The pool is as a server will use it: both grow, one ends, the other takes its blocks."""
+    pool, params = KVPool(tiny.model.config, 12, 4, poison=True), SamplingParams(max_tokens=20)
+    caches = [PagedKVCache(pool) for _ in range(2)]
+    prompts = PROMPT, [8, 9, 10, 11, 12, 13, 14]
+    alone = [tiny.generate(prompt, params)[0].token_ids for prompt in prompts]
+    runs = [
+        generate_tokens(tiny.model, prompt, params, cache)
+        for prompt, cache in zip(prompts, caches, strict=True)
+    ]
+    said = [[], []]
+    for _ in range(10):
+        for ids, run in zip(said, runs, strict=True):
+            ids.append(next(run).token_id)
+    assert said == [alone[0][:10], alone[1][:10]]
+    freed = set(caches[0].table.blocks)
+    caches[0].free()
+    said[1] += [chosen.token_id for chosen in runs[1]]
+    assert said[1] == alone[1]
+    assert set(caches[1].table.blocks) & freed
+
+
+@pytest.mark.parametrize("kind", CACHES)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_tokens_are_the_same_with_and_without_a_cache(temperature, tiny):
+def test_tokens_are_the_same_with_and_without_a_cache(temperature, kind, tiny):
     params = SamplingParams(max_tokens=30, temperature=temperature, seed=5)
-    cache = NaiveKVCache(tiny.model.config)
+    cache = new_cache(kind, tiny.model, 34)
     cached = [s.token_id for s in generate_tokens(tiny.model, PROMPT, params, cache)]
     bare = [s.token_id for s in generate_tokens(tiny.model, PROMPT, params)]
     assert cached == bare
@@ -147,6 +219,70 @@ def test_an_llm_without_a_cache_says_the_same(tiny, tmp_path):
     bare = LLM(folder_that_ends(tmp_path, IM_END), cache=None)
     params = SamplingParams(max_tokens=12)
     assert bare.generate(PROMPT, params) == tiny.generate(PROMPT, params)
+
+
+def caches_that_are_made(llm: LLM, monkeypatch) -> list:
+    """Whatever cache the model is given from now on."""
+    seen, hidden = [], llm.model.hidden
+
+    def spy(ids, cache=None):
+        seen.append(cache)
+        return hidden(ids, cache)
+
+    monkeypatch.setattr(llm.model, "hidden", spy)
+    return seen
+
+
+def test_the_default_cache_is_paged_and_new_for_each_text(tiny, monkeypatch):
+    seen = caches_that_are_made(tiny, monkeypatch)
+    tiny.generate([PROMPT, PROMPT], SamplingParams(max_tokens=2))
+    assert [type(cache) for cache in seen] == [PagedKVCache] * 4
+    assert seen[0] is seen[1] is not seen[2] is seen[3]
+
+
+@pytest.mark.parametrize("kind", ["naive", "paged", None])
+def test_each_kind_of_cache_is_the_one_asked_for_and_says_the_same(
+    kind, tiny, tmp_path, monkeypatch
+):
+    llm = LLM(folder_that_ends(tmp_path, None), cache=kind)
+    seen = caches_that_are_made(llm, monkeypatch)
+    for temperature in (0.0, 1.0):
+        params = SamplingParams(max_tokens=20, temperature=temperature, seed=3)
+        assert llm.generate(PROMPT, params) == tiny.generate(PROMPT, params)
+    kinds = {"naive": NaiveKVCache, "paged": PagedKVCache, None: type(None)}
+    assert {type(cache) for cache in seen} == {kinds[kind]}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "blocks"),
+    [(1, 1), (BLOCK_SIZE, 1), (BLOCK_SIZE + 1, 2), (5 * BLOCK_SIZE, 5), (64, 4)],
+)
+def test_a_new_paged_cache_has_just_enough_blocks(tokens, blocks, tiny):
+    cache = new_cache("paged", tiny.model, tokens)
+    assert (cache.pool.allocator.num_blocks, cache.pool.allocator.num_free) == (blocks, blocks)
+    assert cache.pool.allocator.block_size == BLOCK_SIZE
+    assert cache.pool.k.shape == (2, blocks * BLOCK_SIZE, 2, 8)
+    assert cache.pool.k.dtype == torch.float32
+    assert cache.seq_len == 0
+
+
+def test_the_other_kinds_of_new_cache(tiny):
+    assert CACHES == ("paged", "naive")
+    assert isinstance(new_cache("naive", tiny.model, 64), NaiveKVCache)
+    assert new_cache(None, tiny.model, 64) is None
+
+
+@pytest.mark.parametrize(("prompt", "max_tokens", "room"), [(4, 5, 9), (4, 1000, 64), (64, 1, 64)])
+def test_a_text_gets_room_for_its_prompt_and_its_answer_but_no_more_than_the_context(
+    prompt, max_tokens, room, tiny, monkeypatch
+):
+    asked = []
+    monkeypatch.setattr(
+        "nanoserve.generate.new_cache",
+        lambda kind, model, tokens: asked.append((kind, tokens)) or new_cache(kind, model, tokens),
+    )
+    tiny.generate([7] * prompt, SamplingParams(max_tokens=max_tokens))
+    assert asked == [("paged", room)]
 
 
 def test_a_learners_own_cache_will_do(tiny):
@@ -265,7 +401,7 @@ def test_an_end_token_that_comes_last_is_still_a_stop(tiny, tmp_path):
     assert (len(completion.token_ids), completion.finish_reason) == (first, "stop")
 
 
-@pytest.mark.parametrize("cache", ["naive", None])
+@pytest.mark.parametrize("cache", ["paged", "naive", None])
 def test_a_full_context_ends_the_text(cache, tmp_path):
     llm = LLM(write_checkpoint(tmp_path, eos=None), cache=cache)
     completion = llm.generate([7] * 60, SamplingParams(max_tokens=1000))[0]
@@ -559,7 +695,8 @@ def test_a_lone_surrogate_is_refused(tiny):
 
 @pytest.mark.parametrize("cache", ["paged!", "", "Naive"])
 def test_an_unknown_cache_is_named_before_anything_is_loaded(cache):
-    with pytest.raises(ValueError, match=rf"cache '{cache}' is not known; supported: 'naive'"):
+    known = "'paged', 'naive', None"
+    with pytest.raises(ValueError, match=f"^cache '{cache}' is not known; supported: {known}$"):
         LLM("no such model", cache=cache)
 
 

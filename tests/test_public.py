@@ -21,6 +21,7 @@ ORDER = (
     "fetch",
     "tokenizer",
     "layers",
+    "kernels",
     "cache",
     "model",
     "sampling",
@@ -147,7 +148,7 @@ class Hidden:
 sys.meta_path.insert(0, Hidden())
 import nanoserve
 from nanoserve import LLM, SamplingParams, load_model, load_tokenizer
-import nanoserve.bench.decode
+import nanoserve.bench.decode, nanoserve.bench.read
 
 llm = LLM({str(folder)!r})
 answer = llm.generate("hello", SamplingParams(max_tokens=5))[0]

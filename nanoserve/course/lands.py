@@ -247,7 +247,8 @@ def _compare(ledger: Ledger) -> None:
 
 
 def _check_promises(ledger: Ledger) -> None:
-    """An `until day N` cell needs a later day N that lands the same names."""
+    """An `until day N` cell needs a later day N that lands the same names, or holds them until yet
+    another day."""
     for cell in ledger.cells:
         if cell.until is None:
             continue
@@ -255,8 +256,10 @@ def _check_promises(ledger: Ledger) -> None:
             ledger.problems.append(
                 f"{cell.where}: until day {cell.until} is not later than its own day"
             )
+        later = [c for c in ledger.cells if c.day == cell.until and c.target == cell.target]
+        held = {name for other in later for name in other.definitions()}
         for name in cell.definitions():
-            if all(other.day != cell.until for other in ledger.landed.get((cell.target, name), [])):
+            if name not in held:
                 ledger.problems.append(
                     f"{cell.where}: day {cell.until} lands no {name} in {cell.target}"
                 )

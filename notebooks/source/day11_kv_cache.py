@@ -267,14 +267,15 @@ class NaiveKVCache(NaiveKVCache):
 # ## Two lines in attention
 #
 # `gqa_attention` gets its final arguments: a cache, and the number of the layer. Between the turning
-# and the sum stand the two lines of today. Everything else is Day 6.
+# and the sum stand the two lines of today. Everything else is Day 6. (Day 19 adds one branch here, for
+# a cache that attends by itself.)
 
 # %%
 from nanoserve.layers import _heads, _linear, apply_rope, rms_norm, rope_tables, sdpa
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/layers.py
+# until day 19: lands in nanoserve/layers.py
 def gqa_attention(
     x: torch.Tensor,
     layer: dict[str, torch.Tensor],

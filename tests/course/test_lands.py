@@ -219,6 +219,14 @@ def test_the_day_that_until_names_must_land_it(clone):
     ]
 
 
+def test_the_day_that_until_names_may_hold_it_until_yet_another(clone):
+    day(clone, 0).write_text(UNTIL.replace("day 1", "day 2"))
+    day(clone, 2).write_text(UNTIL.replace("day 1", "day 3"))
+    assert lands.problems(clone) == [
+        "day02_layers, code cell 1 (line 2): day 3 lands no norm in nanoserve/layers.py"
+    ]
+
+
 def test_until_names_a_later_day(clone):
     day(clone, 3).write_text(UNTIL)
     assert lands.problems(clone) == [

@@ -1,0 +1,421 @@
+"""Day 17: a pool takes blocks back, and a sequence forgets. With the review of week 4."""
+
+import torch
+
+from nanoserve.cache import BlockAllocator, BlockTable, KVPool
+from nanoserve.course.exercise import Case, Exercise, wrong
+from nanoserve.course.exercises.day16 import BLOCK, CONFIG, SCATTERED, scattered_pool, step
+
+LAYERS = range(CONFIG.num_layers)
+
+
+def _used(pool_class: type, poison: bool) -> KVPool:
+    """A pool of the learner's class that hands out SCATTERED's blocks; every slot holds 7."""
+    pool = pool_class(CONFIG, len(SCATTERED), BLOCK, poison=poison)
+    pool.allocator = scattered_pool().allocator
+    pool.k.fill_(7.0), pool.v.fill_(7.0)
+    return pool
+
+
+def _nan_slots(pool: KVPool) -> dict:
+    """Which slots hold NaN alone, for keys and values, layer by layer; and which are untouched."""
+    return {
+        "slots left as they were": [
+            slot for slot, row in enumerate(pool.k[0]) if bool((row == 7.0).all())
+        ]
+    } | {
+        f"slots of NaN, {name} of layer {layer}": [
+            slot for slot, row in enumerate(tensor[layer]) if bool(row.isnan().all())
+        ]
+        for name, tensor in (("keys", pool.k), ("values", pool.v))
+        for layer in LAYERS
+    }
+
+
+# release -----------------------------------------------------------------------------------------
+
+
+def _released(answer: type, tokens: int, poison: bool = True, times: int = 1) -> dict:
+    """A table of `tokens` and a neighbour of 5; the first is released."""
+    pool = _used(answer, poison)
+    table, neighbour = BlockTable(pool.allocator), BlockTable(pool.allocator)
+    table.grow(tokens)
+    neighbour.grow(5)
+    for _ in range(times):
+        pool.release(table)
+    owned = len(neighbour.blocks)
+    return {
+        "the table's blocks": list(table.blocks), "the neighbour's blocks": owned,
+        "free blocks": pool.allocator.num_free, **_nan_slots(pool),
+    }  # fmt: skip
+
+
+def _release_cases() -> list[Case]:
+    return [
+        Case("three blocks are released", (9,), call=_released, kind="blocks"),
+        Case("five blocks, block 0 among them", (18,), call=_released, kind="poison"),
+        Case("without poison", (9, False), call=_released, kind="plain"),
+        Case("released twice", (9, True, 2), call=_released, kind="twice"),
+        Case("an empty table", (0,), call=_released, kind="blocks"),
+    ]
+
+
+def _release(self, table, blocks=None, fill=torch.nan, parts=("k", "v"), layers=slice(None)):
+    """The right answer with one thing changed."""
+    size = self.allocator.block_size
+    blocks = table.blocks if blocks is None else blocks
+    for block in blocks if self._poison else ():
+        for name in parts:
+            getattr(self, name)[layers, block * size : (block + 1) * size] = fill
+    table.free()
+
+
+@wrong(
+    "Nothing is poisoned. Do it where self._poison is set, and before table.free(): a freed table "
+    "has no blocks left to poison."
+)
+def _too_late(self, table):
+    table.free()
+    _release(self, table)
+
+
+@wrong("Only the keys are poisoned. A stale value is as wrong as a stale key: fill self.v too.")
+def _keys_only(self, table):
+    _release(self, table, parts=("k",))
+
+
+@wrong("Only layer 0 is poisoned. The first axis is the layers; take all of them: self.k[:, ...].")
+def _first_layer(self, table):
+    _release(self, table, layers=slice(1))
+
+
+@wrong("Only the last block is poisoned. Go through all of table.blocks.")
+def _last_block_poisoned(self, table):
+    _release(self, table, blocks=table.blocks[-1:])
+
+
+@wrong(
+    "The block's number is taken for a slot's. Block b is the slots b * block_size to "
+    "(b + 1) * block_size."
+)
+def _blocks_as_slots(self, table):
+    if self._poison and table.blocks:
+        self.k[:, table.blocks] = self.v[:, table.blocks] = torch.nan
+    table.free()
+
+
+@wrong(
+    "Layers are poisoned instead of slots: the first axis of self.k is the layers, the second the "
+    "slots."
+)
+def _wrong_axis(self, table):
+    size = self.allocator.block_size
+    for block in table.blocks if self._poison else ():
+        self.k[block * size : (block + 1) * size] = torch.nan
+        self.v[block * size : (block + 1) * size] = torch.nan
+    table.free()
+
+
+@wrong("The whole pool is poisoned, and the neighbours' keys with it. Only table.blocks are done.")
+def _everything(self, table):
+    if self._poison:
+        self.k.fill_(torch.nan), self.v.fill_(torch.nan)
+    table.free()
+
+
+@wrong("It poisons even where nobody asked: writing all that NaN costs time. Look at self._poison.")
+def _always(self, table):
+    size = self.allocator.block_size
+    for block in table.blocks:
+        self.k[:, block * size : (block + 1) * size] = torch.nan
+        self.v[:, block * size : (block + 1) * size] = torch.nan
+    table.free()
+
+
+@wrong(
+    "The slots are filled with zeros. A zero key still takes its share of the softmax, and nobody "
+    "notices; NaN is what spoils every sum."
+)
+def _zeros(self, table):
+    _release(self, table, fill=0.0)
+
+
+@wrong("The slots are poisoned and the blocks are never given back: table.free() is missing.")
+def _leak(self, table):
+    blocks, table.blocks = table.blocks, []
+    _release(self, table, blocks=blocks)
+    table.blocks = blocks
+
+
+@wrong(
+    "The blocks are free and the table still lists them. The next release frees them again, from "
+    "under their new owner: table.free() empties the list."
+)
+def _still_listed(self, table):
+    blocks = list(table.blocks)
+    for block in blocks:
+        self.allocator.free(block)
+    table.blocks = []
+    _release(self, table, blocks=blocks)
+    table.blocks = blocks
+
+
+RELEASE = Exercise(
+    "release",
+    _release_cases,
+    hints={
+        "blocks": (
+            "Two things happen: slots are poisoned, blocks are given back. Which needs the other "
+            "to be still undone?",
+            "table.free() gives back every block and empties the list, so it comes last.",
+            "Last line: table.free()",
+        ),
+        "poison": (
+            "Which slots belong to block b? And which axis of self.k counts slots?",
+            "self.k is [num_layers, num_slots, n_kv, head_dim]. Block b is the slots b * size to "
+            "(b + 1) * size, in every layer.",
+            "self.k[:, block * size : (block + 1) * size] = torch.nan, and the same for self.v, "
+            "for each block in table.blocks.",
+        ),
+        "plain": (
+            "What should happen to the numbers when the pool was made with poison=False?",
+            "Nothing: they stay as they are, for the next owner to overwrite.",
+            "for block in table.blocks if self._poison else ():",
+        ),
+        "twice": (
+            "What does the table know after the first release?",
+            "Nothing, so there is nothing to do the second time. table.free() sees to that: it "
+            "takes each block off the list as it gives it back.",
+            "Loop over table.blocks to poison, then table.free(), and no other bookkeeping.",
+        ),
+    },
+    target="nanoserve.cache:KVPool.release",
+    wrong=(
+        _too_late, _keys_only, _first_layer, _last_block_poisoned, _blocks_as_slots,
+        _wrong_axis, _everything, _always, _zeros, _leak, _still_listed,
+    ),
+)  # fmt: skip
+
+
+# free --------------------------------------------------------------------------------------------
+
+
+def _state(cache) -> dict:
+    return {
+        "blocks": list(cache.table.blocks),
+        "free blocks": cache.pool.allocator.num_free,
+        "seq_len": cache.seq_len,
+        "slot mapping": cache.slot_mapping.tolist(),
+    }
+
+
+def _freed(answer: type, tokens: int, times: int = 1) -> dict:
+    cache = answer(scattered_pool())
+    if tokens:
+        step(cache, tokens, 0)
+    for _ in range(times):
+        cache.free()
+    return _state(cache)
+
+
+def _poisoned(answer: type) -> dict:
+    cache = answer(_used(KVPool, poison=True))
+    step(cache, 9, 0)
+    cache.free()
+    return _nan_slots(cache.pool)
+
+
+def _neighbour(answer: type) -> list:
+    """What a neighbour reads after the other one has left."""
+    pool = scattered_pool()
+    cache, neighbour = answer(pool), answer(pool)
+    step(cache, 5, 0), step(neighbour, 6, 20)
+    cache.free()
+    return [*step(neighbour, 3, 40), {"free blocks": pool.allocator.num_free}]
+
+
+def _used_again(answer: type) -> list:
+    """The same cache takes another text, and then a third while a newcomer sits in its blocks."""
+    pool = scattered_pool()
+    cache, newcomer = answer(pool), answer(pool)
+    step(cache, 9, 0)
+    cache.free()
+    step(newcomer, 6, 20)
+    return [*step(cache, 3, 40), *step(newcomer, 1, 60), *step(cache, 1, 80)]
+
+
+def _free_cases() -> list[Case]:
+    return [
+        Case("after 9 tokens", (9,), call=_freed, kind="blocks"),
+        Case("freed twice", (9, 2), call=_freed, kind="twice"),
+        Case("a cache that never held anything", (0,), call=_freed, kind="twice"),
+        Case("what lies in the freed slots", call=_poisoned, kind="poison"),
+        Case("a neighbour stays and reads on", call=_neighbour, kind="blocks"),
+        Case("the cache is used again, beside a newcomer", call=_used_again, kind="forget"),
+    ]
+
+
+@wrong("The blocks are gone and seq_len still counts their tokens. Set it to 0.")
+def _keeps_the_length(self):
+    self.pool.release(self.table)
+    self._mapped = 0
+
+
+@wrong(
+    "The old slot mapping is still believed: self._mapped says that those positions have slots, so "
+    "the next text is written into blocks that belong to somebody else. Set it to 0."
+)
+def _keeps_the_mapping(self):
+    self.pool.release(self.table)
+    self.seq_len = 0
+
+
+@wrong(
+    "The blocks go back without the pool being asked, so their slots are not poisoned. Let "
+    "self.pool.release(self.table) do both."
+)
+def _past_the_pool(self):
+    self.table.free()
+    self.seq_len = self._mapped = 0
+
+
+@wrong(
+    "A new table is put in the old one's place, and its blocks are never given back: nobody owns "
+    "them now and nobody can free them."
+)
+def _new_table(self):
+    self.table = BlockTable(self.pool.allocator)
+    self.seq_len = self._mapped = 0
+
+
+@wrong("Only the last block is given back. A sequence owns all of self.table.blocks.")
+def _last_block(self):
+    if self.table.blocks:
+        self.pool.allocator.free(self.table.blocks.pop())
+    self.seq_len = self._mapped = 0
+
+
+@wrong("It forgets the tokens and keeps the blocks: self.pool.release(self.table) is missing.")
+def _only_forgets(self):
+    self.seq_len = self._mapped = 0
+
+
+@wrong(
+    "A second call is an error. Whoever cleans up after a failure cannot know whether somebody did "
+    "it before, so it may be called twice."
+)
+def _once_only(self):
+    if not self.table.blocks:
+        raise ValueError("freed already")
+    self.pool.release(self.table)
+    self.seq_len = self._mapped = 0
+
+
+@wrong(
+    "The blocks are freed and the table still lists them: a second call frees them again, from "
+    "under whoever has them by then."
+)
+def _double_free(self):
+    for block in self.table.blocks:
+        self.pool.allocator.free(block)
+    self.seq_len = self._mapped = 0
+
+
+@wrong(
+    "The pool gets a new allocator, in which every block is free: the neighbours' too, who are "
+    "still using theirs."
+)
+def _new_allocator(self):
+    old = self.pool.allocator
+    self.table.blocks = []
+    self.pool.allocator = BlockAllocator(old.num_blocks, old.block_size)
+    self.seq_len = self._mapped = 0
+
+
+@wrong("The whole pool is wiped, with the keys of the neighbours who are still writing.")
+def _wipes_all(self):
+    self.pool.k.zero_(), self.pool.v.zero_()
+    self.pool.release(self.table)
+    self.seq_len = self._mapped = 0
+
+
+FREE = Exercise(
+    "free",
+    _free_cases,
+    hints={
+        "blocks": (
+            "What does this cache own, and who hands it out?",
+            "It owns self.table's blocks, no more and no less, and they belong to self.pool.",
+            "self.pool.release(self.table)",
+        ),
+        "twice": (
+            "What is left to do the second time?",
+            "Nothing, and nothing is an answer: releasing an empty table does no harm.",
+            "No `if` and no `raise` is needed: self.pool.release(self.table) can be repeated.",
+        ),
+        "poison": (
+            "Who poisons the slots that are given back?",
+            "KVPool.release does, which you have just written. self.table.free() goes past it.",
+            "self.pool.release(self.table)",
+        ),
+        "forget": (
+            "A cache remembers three things: its table, its length, and how many positions have a "
+            "slot. What does each say after the blocks are gone?",
+            "_map looks at self._mapped to see what is new. If that still says 9, the next text "
+            "takes no blocks at all.",
+            "self.seq_len = self._mapped = 0",
+        ),
+    },
+    target="nanoserve.cache:PagedKVCache.free",
+    wrong=(
+        _keeps_the_length, _keeps_the_mapping, _past_the_pool, _new_table, _last_block,
+        _only_forgets, _once_only, _double_free, _new_allocator, _wipes_all,
+    ),
+)  # fmt: skip
+
+EXERCISES = (RELEASE, FREE)
+
+REVIEW = (
+    (
+        "Day 14. A sequence of 33 tokens in blocks of 16: how many slots does it waste, and what "
+        "is the most that any sequence can?",
+        "Three blocks are 48 slots, so 15, which is also the most: a new block is taken only when "
+        "the last one is full.",
+    ),
+    (
+        "Day 14. Four tokens are wanted, and the allocator runs out after two blocks of three. "
+        "Why must it give both back, or better, never have taken them?",
+        "Because the caller gets an error and no list: two blocks would be owned by nobody who "
+        "knows it. Counting first makes half an allocation impossible.",
+    ),
+    (
+        "Day 14. Freeing a block twice is refused. What would happen if it were not?",
+        "It would stand on the free list twice, two sequences would get it, and each would write "
+        "over the other's keys. Nothing would crash.",
+    ),
+    (
+        "Day 15. Blocks of 16, the table is [7, 2, 11]. In which slot lies position 37?",
+        "37 is offset 5 of the third block, block 11: 11 * 16 + 5 = 181.",
+    ),
+    (
+        "Day 16. Why must paged and contiguous logits be equal, and not only close?",
+        "Scatter and gather move numbers and compute none, so attention gets the same numbers in "
+        "the same order. Any difference at all is a wrong slot.",
+    ),
+    (
+        "Day 16. What does `pool.k[layer][slots] = rows` do that "
+        "`pool.k[layer][slots].copy_(rows)` does not?",
+        "It writes into the pool. Reading with a tensor of indices makes a copy, and copy_ fills "
+        "that copy and forgets it.",
+    ),
+    (
+        "Day 17. Why NaN and not zero for what is freed?",
+        "A zero key gets a score of 0, and so a share of the softmax: the answer is a little off "
+        "and finite. NaN spoils every sum it enters, so one stale read spoils the logits.",
+    ),
+    (
+        "Day 17. Which mistake does poison not show?",
+        "A stale write: a cache that believes its old mapping overwrites the new owner's keys "
+        "with good numbers. Ownership, checked after every step, is what catches that.",
+    ),
+)

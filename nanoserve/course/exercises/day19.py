@@ -1,0 +1,290 @@
+"""Day 19: the branch in attention that lets a cache attend by itself."""
+
+import torch
+
+from nanoserve.cache import KVPool, NaiveKVCache, PagedKVCache
+from nanoserve.course.exercise import Case, Exercise, close, wrong
+from nanoserve.course.exercises.day07 import CONFIG, random_layer
+from nanoserve.layers import _heads, _linear, apply_rope, rms_norm, rope_tables, sdpa
+
+SEQ = 7
+
+
+class Spy:
+    """A cache that only listens: it notes how it is asked, and answers with a pattern."""
+
+    def __init__(self) -> None:
+        self.seq_len = 0
+        self.calls: list = []
+
+    def append(self, layer, k, v):
+        self.calls.append({"append": layer})
+        return k, v
+
+    def paged_attention(self, layer, k, v, q, n_rep, scale=None):
+        self.calls.append(
+            {"paged_attention": layer, "k": k, "v": v, "q": q, "n_rep": n_rep, "scale": scale}
+        )
+        return torch.arange(q.numel(), dtype=q.dtype).view(q.shape) / 100
+
+
+def _input(seq: int = SEQ) -> tuple:
+    random = torch.Generator().manual_seed(19)
+    x = torch.randn(1, seq, CONFIG.hidden_size, generator=random)
+    return x, random_layer(), *rope_tables(CONFIG, seq)
+
+
+def _none(answer, index: int = 0) -> torch.Tensor:
+    return answer(*_input(), CONFIG, None, index)
+
+
+def _in_steps(answer, cache, steps: list[int]) -> list:
+    """A text that goes through layers 0 to 2 by steps: every layer's output of the last step."""
+    x, layer, cos, sin = _input(sum(steps))
+    for seq in steps:
+        here = slice(cache.seq_len, cache.seq_len + seq)
+        outs = [
+            answer(x[:, here], layer, cos[here], sin[here], CONFIG, cache, index)
+            for index in range(CONFIG.num_layers)
+        ]
+    return [*outs, cache.seq_len]
+
+
+def _naive(answer, steps: list[int]) -> list:
+    return _in_steps(answer, NaiveKVCache(CONFIG), steps)
+
+
+class Counting(PagedKVCache):
+    """The paged cache, with a count of how often it was asked to attend."""
+
+    asked = 0
+
+    def paged_attention(self, *args, **kwargs):
+        self.asked += 1
+        return super().paged_attention(*args, **kwargs)
+
+
+def _paged(answer, steps: list[int]) -> list:
+    pool = KVPool(CONFIG, num_blocks=6, block_size=4, poison=True)
+    pool.allocator.allocate()  # somebody else's
+    cache = Counting(pool)
+    return [*_in_steps(answer, cache, steps), {"asked": cache.asked}]
+
+
+def _calls(answer, index: int) -> list:
+    spy = Spy()
+    answer(*_input(), CONFIG, spy, index)
+    return [[*sorted(call), call.get("paged_attention")] for call in spy.calls]
+
+
+def _handed_over(answer) -> list:
+    spy = Spy()
+    answer(*_input(), CONFIG, spy, 1)
+    return spy.calls
+
+
+def _handed_back(answer) -> torch.Tensor:
+    return answer(*_input(), CONFIG, Spy(), 1)
+
+
+def _cases() -> list[Case]:
+    def case(what: str, kind: str, call, *args) -> Case:
+        return Case(what, args, kind=kind, call=call, compare=close(1e-6, 1e-5))
+
+    return [
+        case("no cache", "none", _none),
+        case("a contiguous cache: 5 tokens, then 1, then 1", "naive", _naive, [5, 1, 1]),
+        case("a spy: how often is layer 2 asked, and for what?", "ask", _calls, 2),
+        case("a spy: what layer 1 is handed", "hand", _handed_over),
+        case("a spy: its answer goes to o_proj and nowhere else", "back", _handed_back),
+        case("a paged cache: 6 tokens at once", "ask", _paged, [6]),
+        case("a paged cache: 5 tokens, then 1, then 3", "ask", _paged, [5, 1, 3]),
+    ]
+
+
+def _right(x, layer, cos, sin, config, cache=None, index=0, *, attend) -> torch.Tensor:
+    """Everything but the three ways to attend."""
+    q = _heads(_linear(x, layer, "self_attn.q_proj"), config.n_q)
+    k = _heads(_linear(x, layer, "self_attn.k_proj"), config.n_kv)
+    v = _heads(_linear(x, layer, "self_attn.v_proj"), config.n_kv)
+    if config.qk_norm:
+        q = rms_norm(q, layer["self_attn.q_norm.weight"], config.norm_eps)
+        k = rms_norm(k, layer["self_attn.k_norm.weight"], config.norm_eps)
+    q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+    out = attend(q, k, v, config, cache, index)
+    return _linear(out.transpose(1, 2).flatten(2), layer, "self_attn.o_proj")
+
+
+def _wrong(why: str):
+    """`@_wrong(why)` over a way to attend: the whole function with that in its middle."""
+
+    def build(attend):
+        def answer(x, layer, cos, sin, config, cache=None, index=0):
+            return _right(x, layer, cos, sin, config, cache, index, attend=attend)
+
+        return wrong(why)(answer)
+
+    return build
+
+
+def _other(q, k, v, cache, index):
+    """The branches that stay as they were."""
+    return sdpa(q, k, v) if cache is None else sdpa(q, *cache.append(index, k, v))
+
+
+def _asked(cache) -> bool:
+    return hasattr(cache, "paged_attention")
+
+
+@_wrong(
+    "A cache that can attend is never asked to: its history is gathered by append, as on Day 11. "
+    "Ask cache.paged_attention where there is one."
+)
+def _never_asks(q, k, v, config, cache, index):
+    return _other(q, k, v, cache, index)
+
+
+@_wrong(
+    "The class is looked at, so only a PagedKVCache is asked. Whatever has a paged_attention can "
+    "attend: use hasattr."
+)
+def _by_class(q, k, v, config, cache, index):
+    if isinstance(cache, PagedKVCache):
+        return cache.paged_attention(index, k, v, q, config.n_rep)
+    return _other(q, k, v, cache, index)
+
+
+@_wrong(
+    "append is called before paged_attention, which writes too: the step is written twice, and in "
+    "the last layer the length moves twice. Call one or the other."
+)
+def _writes_twice(q, k, v, config, cache, index):
+    if _asked(cache):
+        cache.append(index, k, v)
+        return cache.paged_attention(index, k, v, q, config.n_rep)
+    return _other(q, k, v, cache, index)
+
+
+@_wrong("Every cache is asked to attend by itself. NaiveKVCache cannot: it still has only append.")
+def _asks_everybody(q, k, v, config, cache, index):
+    if cache is not None:
+        return cache.paged_attention(index, k, v, q, config.n_rep)
+    return sdpa(q, k, v)
+
+
+@_wrong("There is no way left without a cache: where cache is None, it is sdpa(q, k, v).")
+def _none_forgotten(q, k, v, config, cache, index):
+    if _asked(cache):
+        return cache.paged_attention(index, k, v, q, config.n_rep)
+    return sdpa(q, *cache.append(index, k, v))
+
+
+@_wrong("Every layer asks for layer 0. Hand over `index`: each layer has its own keys and values.")
+def _layer_zero(q, k, v, config, cache, index):
+    if _asked(cache):
+        return cache.paged_attention(0, k, v, q, config.n_rep)
+    return _other(q, k, v, cache, index)
+
+
+@_wrong(
+    "n_q is handed over as n_rep. It is how many query heads share one KV head: config.n_rep, "
+    "which is n_q // n_kv."
+)
+def _n_q(q, k, v, config, cache, index):
+    if _asked(cache):
+        return cache.paged_attention(index, k, v, q, config.n_q)
+    return _other(q, k, v, cache, index)
+
+
+@_wrong("n_kv is handed over as n_rep. It is n_q // n_kv: config.n_rep.")
+def _n_kv(q, k, v, config, cache, index):
+    if _asked(cache):
+        return cache.paged_attention(index, k, v, q, config.n_kv)
+    return _other(q, k, v, cache, index)
+
+
+@_wrong("Keys and values have changed places: the order is layer, k, v, q, n_rep.")
+def _swapped(q, k, v, config, cache, index):
+    if _asked(cache):
+        return cache.paged_attention(index, v, k, q, config.n_rep)
+    return _other(q, k, v, cache, index)
+
+
+@_wrong(
+    "q comes first here. The order is layer, k, v, q, n_rep: first what is written, then who asks."
+)
+def _q_first(q, k, v, config, cache, index):
+    if _asked(cache):
+        return cache.paged_attention(index, q, k, v, config.n_rep)
+    return _other(q, k, v, cache, index)
+
+
+@_wrong(
+    "q is multiplied by the scale before it is handed over, and the read scales again. It has the "
+    "default already."
+)
+def _scaled_before(q, k, v, config, cache, index):
+    if _asked(cache):
+        return cache.paged_attention(index, k, v, q * config.head_dim**-0.5, config.n_rep)
+    return _other(q, k, v, cache, index)
+
+
+@_wrong(
+    "The cache is asked, and its answer is thrown away for an sdpa over this step's keys alone. "
+    "What it gives back is the output of attention."
+)
+def _thrown_away(q, k, v, config, cache, index):
+    if _asked(cache):
+        cache.paged_attention(index, k, v, q, config.n_rep)
+        return sdpa(q, k, v)
+    return _other(q, k, v, cache, index)
+
+
+@_wrong("The answer is attended once more. It is the output of attention already, not a query.")
+def _attends_again(q, k, v, config, cache, index):
+    if _asked(cache):
+        return sdpa(cache.paged_attention(index, k, v, q, config.n_rep), k, v)
+    return _other(q, k, v, cache, index)
+
+
+GQA_ATTENTION = Exercise(
+    "gqa_attention",
+    _cases,
+    hints={
+        "none": (
+            "What happened on Day 6, when there was no cache at all?",
+            "Without a cache the new keys are all the keys there are.",
+            "if cache is None: out = sdpa(q, k, v)",
+        ),
+        "naive": (
+            "NaiveKVCache has append and no paged_attention. What did Day 11 do with it?",
+            "append takes this step's k and v, and gives the whole history back: sdpa over those.",
+            "else: out = sdpa(q, *cache.append(index, k, v))",
+        ),
+        "ask": (
+            "How do you find out whether a cache can attend by itself, without knowing its class?",
+            'hasattr(cache, "paged_attention"). Call that once and nothing else; it writes k, v '
+            "too.",
+            'elif hasattr(cache, "paged_attention"): '
+            "out = cache.paged_attention(index, k, v, q, config.n_rep)",
+        ),
+        "hand": (
+            "Compare your call with the signature: layer, k, v, q, n_rep.",
+            "The layer is `index`; k and q are turned by RoPE, v is not; n_rep is config.n_rep. "
+            "The scale is left to its default.",
+            "cache.paged_attention(index, k, v, q, config.n_rep)",
+        ),
+        "back": (
+            "What does paged_attention give back, and what comes after attention?",
+            "[1, n_q, seq_q, head_dim], as sdpa does. The last line of the function takes it.",
+            "out = cache.paged_attention(...), and leave the last line as it is.",
+        ),
+    },
+    target="nanoserve.layers:gqa_attention",
+    wrong=(
+        _never_asks, _by_class, _writes_twice, _asks_everybody, _none_forgotten, _layer_zero, _n_q,
+        _n_kv, _swapped, _q_first, _scaled_before, _thrown_away, _attends_again,
+    ),
+)  # fmt: skip
+
+EXERCISES = (GQA_ATTENTION,)

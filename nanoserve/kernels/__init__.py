@@ -1,0 +1,1 @@
+"""Attention over paged memory: the oracle, and the kernels that are held to it."""

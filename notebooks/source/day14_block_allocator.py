@@ -1,0 +1,466 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Day 14 · A pool of blocks
+#
+# Week 4 · Phase 2, paged memory · you need: Day 11 (Remember the keys), Day 13 (What the cache bought)
+#
+# **Today** you stop guessing how long a text will be. Memory is cut into small blocks of equal size,
+# and you write the allocator that hands them out: all or nothing, never to two owners.
+
+# %%
+# Set-up: installs nanoserve where it is missing (as on Colab). In your own clone it does nothing.
+import importlib.util, subprocess, sys
+from pathlib import Path
+
+REPOSITORY = ""  # on GitHub, OWNER/NAME
+if importlib.util.find_spec("nanoserve") is None:
+    wheels = sorted(Path.cwd().glob("nanoserve-*.whl"), key=lambda wheel: wheel.stat().st_mtime)
+    source = f"https://github.com/{REPOSITORY}/archive/refs/heads/main.zip" if REPOSITORY else None
+    source = wheels[-1].as_uri() if wheels else source
+    if source is None:
+        raise ModuleNotFoundError("put a nanoserve-*.whl beside this notebook, then run again")
+    print("Installing nanoserve, which takes a minute or two, from", source)
+    pip = [sys.executable, "-m", "pip", "install", "-q", f"nanoserve[notebook] @ {source}"]
+    done = subprocess.run(pip, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    print(done.stdout)
+    if done.returncode:
+        raise RuntimeError("pip could not install nanoserve; its reason stands above.")
+    importlib.invalidate_caches()
+
+# %%
+from nanoserve.course import day
+
+today = day(14)
+today.picture("block-pool")
+
+# %% [markdown]
+# ## Why it matters
+#
+# Day 11 bought time with memory, and ended with a complaint: a contiguous cache must be reserved
+# before anybody knows how long the text will be. There are two ways to do that, and both cost:
+#
+# - **Reserve for the longest.** A strip of 2,048 slots for each sequence, and most of them stay empty.
+# - **Reserve little and double.** Up to half is empty, each growth copies everything, and the old
+#   strip and the new one must both be there while it does.
+#
+# With one sequence nobody minds. But a server holds as many sequences as its memory has room for,
+# and that number is its throughput: what one sequence reserves for nothing, another one waits for.
+#
+# Operating systems had this problem sixty years ago, and solved it with pages: cut memory into equal
+# pieces, and let a program's pages lie anywhere. vLLM did the same for keys and values (Kwon et al.
+# 2023, "Efficient Memory Management for Large Language Model Serving with PagedAttention").
+
+# %%
+today.glossary("slot", "block", "pool", "allocator", "fragmentation", "double free", "invariant")
+
+# %% [markdown]
+# ## Numbers, no tensors
+#
+# Today has no keys and no values in it. A block is a number, its **id**. The pool has `num_blocks` of
+# them, 0 to `num_blocks` - 1, each with room for `block_size` tokens. Somebody else (Day 16) will lay
+# the memory beneath. The allocator only keeps the books, and they must always balance:
+#
+# **free + owned = all, and no block is both.**
+#
+# When there are too few free blocks it raises an error of its own, so that a server can wait until a
+# sequence ends, and try again.
+
+
+# %% jupyter={"source_hidden": true}
+# lands in nanoserve/cache.py
+BLOCK_SIZE = 16  # slots of a block: small enough to waste little, large enough for a short table
+
+
+class KVCacheExhausted(RuntimeError):
+    """The pool has too few free blocks; whatever asked for them has changed nothing."""
+
+
+# %% [markdown]
+# ## Your turn: the allocator
+#
+# The books are two collections, and they are given:
+#
+# - `_free`, a list used as a stack. The next block to hand out stands *last*. A block that is given
+#   back goes on top, so it is taken next, while the processor's cache still holds it.
+# - `_owned`, the set of ids that somebody has.
+#
+# Write the three methods:
+#
+# | call | gives | and refuses, with nothing changed |
+# | --- | --- | --- |
+# | `allocate()` | one id | KVCacheExhausted when none is free |
+# | `allocate_for(num_tokens)` | a list of just enough ids for that many tokens | KVCacheExhausted when there are too few (all or none); ValueError below 0 |
+# | `free(block_id)` | None | ValueError for a block that is free already, or was never in the pool |
+#
+# How many are just enough? With blocks of 16:
+#
+# | tokens | 0 | 1 | 15 | 16 | 17 | 32 | 33 |
+# | --- | --- | --- | --- | --- | --- | --- | --- |
+# | blocks | 0 | 1 | 1 | 1 | 2 | 2 | 3 |
+#
+# Stuck? `today.hint()` looks at the case that failed.
+
+
+# %%
+class BlockAllocator:
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self._free = list(range(num_blocks))[::-1]  # a stack: the next block stands last
+        self._owned: set[int] = set()
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def allocate(self) -> int:
+        """Take one block and return its id. Raises KVCacheExhausted when none is free."""
+        raise NotImplementedError("your turn")
+
+    def allocate_for(self, num_tokens: int) -> list[int]:
+        """Take just enough blocks for num_tokens, all or none. Raises KVCacheExhausted."""
+        raise NotImplementedError("your turn")
+
+    def free(self, block_id: int) -> None:
+        """Give a block back. Raises ValueError for one that is free already or was never here."""
+        raise NotImplementedError("your turn")
+
+
+today.check(BlockAllocator)
+
+
+# %% jupyter={"source_hidden": true}
+# lands in nanoserve/cache.py
+class BlockAllocator:
+    """Hands out the blocks of a pool; each has one owner at a time, or is free.
+
+    Free blocks are a stack: the one given back last is taken next, while it is warm in the cache.
+    Invariant: free + owned = num_blocks, and no block is both.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        """num_blocks blocks of block_size slots. Raises ValueError unless both are at least 1."""
+        for name, value in (("num_blocks", num_blocks), ("block_size", block_size)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._free = list(range(num_blocks))[::-1]
+        self._owned: set[int] = set()
+
+    @property
+    def num_free(self) -> int:
+        """How many blocks nobody owns."""
+        return len(self._free)
+
+    def allocate(self) -> int:
+        """Take one block and return its id. Raises KVCacheExhausted when none is free."""
+        return self.allocate_for(1)[0]
+
+    def allocate_for(self, num_tokens: int) -> list[int]:
+        """Take just enough blocks for num_tokens, all or none. Raises KVCacheExhausted."""
+        if num_tokens < 0:
+            raise ValueError(f"num_tokens must be at least 0, got {num_tokens}")
+        needed = -(-num_tokens // self.block_size)  # rounded up
+        if needed > self.num_free:
+            raise KVCacheExhausted(f"{needed} blocks are needed and {self.num_free} are free")
+        blocks = [self._free.pop() for _ in range(needed)]
+        self._owned.update(blocks)
+        return blocks
+
+    def free(self, block_id: int) -> None:
+        """Give a block back. Raises ValueError for one that is free already or was never here."""
+        if block_id not in self._owned:
+            known = isinstance(block_id, int) and 0 <= block_id < self.num_blocks
+            reason = "is free already" if known else f"is none of the pool's {self.num_blocks}"
+            raise ValueError(f"block {block_id} {reason}")
+        self._owned.remove(block_id)
+        self._free.append(block_id)
+
+
+# %% [markdown]
+# Look at the order in `allocate_for`: count, refuse, and only then take. An error that comes while
+# half of the blocks are taken leaves a hole in the books, and nothing would ever show where it is.
+#
+# ## Three sequences share a pool
+#
+# Six blocks of 16 slots. A comes with 20 tokens, B with 40, and then C with 30:
+
+# %%
+pool = BlockAllocator(6, BLOCK_SIZE)
+owns = {"A": pool.allocate_for(20), "B": pool.allocate_for(40)}
+try:
+    owns["C"] = pool.allocate_for(30)
+except KVCacheExhausted as error:
+    print("C has to wait:", error)
+print(owns, pool.num_free, "free")
+
+# %% [markdown]
+# One block is still free: C got none rather than half of what it needs. Now A ends, and C comes again:
+
+# %%
+for block in owns.pop("A"):
+    pool.free(block)
+owns["C"] = pool.allocate_for(30)
+print(owns, pool.num_free, "free")
+
+# %% [markdown]
+# C sits in A's old blocks. They need not be neighbours, and they need not be in order. A free block is
+# as good as any other, and that is the whole trick: with pieces of one size there are no holes of the
+# wrong size. (What lies in them, A's old keys, is a matter for Day 17.)
+#
+# ## Prove it: a thousand random steps
+#
+# A **soak** does random things for a long time and checks the invariant after every single one. Take
+# blocks for a random number of tokens, or end a random sequence; refusals are welcome.
+
+# %%
+import random
+
+
+def soak(pool, steps, seed=14):
+    """Random takes and frees. After each: free + owned = all, and no block has two owners."""
+    chance, sequences, refused = random.Random(seed), [], 0
+    for _ in range(steps):
+        if sequences and chance.random() < 0.45:
+            for block in sequences.pop(chance.randrange(len(sequences))):
+                pool.free(block)
+        else:
+            before = pool.num_free
+            try:
+                sequences.append(pool.allocate_for(chance.randrange(200)))
+            except KVCacheExhausted:
+                refused += 1
+                assert pool.num_free == before, "a refusal changed the pool"
+        owned = [block for sequence in sequences for block in sequence]
+        assert len(owned) == len(set(owned)), "a block has two owners"
+        assert sorted(owned + pool._free) == list(range(pool.num_blocks)), "the books are off"
+    return refused, sequences
+
+
+# %%
+pool = BlockAllocator(64, BLOCK_SIZE)
+refused, sequences = soak(pool, 1_000)
+print("after each of 1,000 steps: free + owned = all, and nothing owned twice")
+print(f"{refused} requests were refused, {len(sequences)} sequences are left")
+for sequence in sequences:
+    for block in sequence:
+        pool.free(block)
+assert 50 < refused < 500
+print("everything given back:", pool.num_free == pool.num_blocks)
+
+# %% [markdown]
+# A test that always passes proves nothing, so plant a fault. This allocator trusts its callers, as many
+# do: `free` takes whatever comes.
+
+
+# %%
+class Trusting(BlockAllocator):
+    def free(self, block_id):
+        self._owned.discard(block_id)
+        self._free.append(block_id)
+
+
+pool = Trusting(4, BLOCK_SIZE)
+(block,) = pool.allocate_for(10)
+pool.free(block)
+pool.free(block)  # somebody tidies up twice
+print("A gets", pool.allocate_for(10), "and B gets", pool.allocate_for(10))
+
+# %% [markdown]
+# Two sequences now write into block 0, each over the other's keys. No error will ever come of it: two
+# users get fluent answers out of a mixture of both their texts. That is why `free` refuses, at the
+# moment of the mistake, and names the block:
+
+# %%
+pool = BlockAllocator(4, BLOCK_SIZE)
+(block,) = pool.allocate_for(10)
+pool.free(block)
+for mistake in (block, 99):
+    try:
+        pool.free(mistake)
+    except ValueError as error:
+        print(error)
+
+# %% [markdown]
+# ## Measure it: what stays empty
+#
+# 200 requests, each with a prompt and an answer. How much of the reserved memory is used in the end?
+
+# %%
+import textwrap
+
+recorded = today.data("request_lengths")
+requests = recorded["requests"]
+lengths = [prompt + answer for prompt, answer in requests]
+print(textwrap.fill(recorded["what"], 96))
+print()
+print(f"{len(lengths)} requests of {min(lengths)} to {max(lengths):,} tokens,", end=" ")
+print(f"half of them below {sorted(lengths)[100]}")
+
+# %% [markdown]
+# So these are not somebody's real traffic. What they share with it is the shape: many short texts and
+# a few very long ones. The percentages below belong to this mix; the order of the three does not
+# depend on it.
+
+# %%
+today.predict(
+    "strip", "A strip of 2,048 slots for each request: per cent that stay empty?", guess=None
+)
+today.predict(
+    "blocks", "Blocks of 16 slots: per cent of the owned slots that stay empty?", guess=None
+)
+
+# %% [markdown]
+# The counting is done by the allocator itself. A strip for the longest text is a pool too: its blocks
+# have 2,048 slots, and each request takes one.
+
+
+# %%
+def owned_slots(block_size):
+    """How many slots a pool has handed out once every request has its blocks."""
+    pool = BlockAllocator(len(lengths) * -(-2048 // block_size), block_size)
+    for tokens in lengths:
+        pool.allocate_for(tokens)
+    return (pool.num_blocks - pool.num_free) * block_size
+
+
+def waste(slots):
+    """Per cent of these slots that hold no token."""
+    return 100 * (1 - sum(lengths) / slots)
+
+
+# %% [markdown]
+# For the strip that doubles, ask Day 11's cache: run each request through it, prompt first, then
+# token by token, and look how long its strip is at the end. (One layer of one head of one number is
+# enough to see the length.)
+
+# %%
+from dataclasses import replace
+
+import torch
+
+from nanoserve.cache import NaiveKVCache
+from nanoserve.config import load_config
+from nanoserve.fetch import resolve
+
+config = load_config(resolve("smollm2"))
+tiny = replace(config, num_layers=1, n_kv=1, head_dim=1)
+
+
+def strip_length(prompt, answer):
+    cache = NaiveKVCache(tiny)
+    k = torch.zeros(1, 1, prompt, 1)
+    cache.append(0, k, k)
+    for _ in range(answer):
+        cache.append(0, k[:, :, :1], k[:, :, :1])
+    return cache._k.shape[2]
+
+
+# %%
+slots = {
+    "a strip of 2,048": owned_slots(2048),
+    "a strip that doubles": sum(strip_length(*request) for request in requests),
+    "blocks of 16": owned_slots(16),
+}
+per_slot = 2 * config.num_layers * config.n_kv * config.head_dim * 4  # k and v, float32
+for name, number in slots.items():
+    print(f"{name:20} {number * per_slot / 1e9:5.2f} GB, {waste(number):4.1f}% empty")
+print("your guesses, in per cent:", today.guess("strip"), "and", today.guess("blocks"))
+assert waste(slots["blocks of 16"]) < 3 < 20 < waste(slots["a strip that doubles"])
+
+# %%
+from nanoserve.course.plots import COLOURS, figure, label_line, line, log2_axis, prediction_marker
+
+fig, ax = figure(xlabel="GB of keys and values", title="200 requests: reserved and used")
+used = sum(lengths) * per_slot / 1e9
+colours = [COLOURS["contiguous"], COLOURS["contiguous"], COLOURS["engine"]]
+for row, number in enumerate(slots.values()):
+    reserved = number * per_slot / 1e9
+    ax.barh(row, reserved, height=0.5, color="white", edgecolor=colours[row], linewidth=1.5)
+    ax.barh(row, used, height=0.5, color=colours[row])
+    label_line(ax, reserved, row, f"{waste(number):.1f}% empty", colours[row])
+    guess = {0: today.guess("strip"), 2: today.guess("blocks")}.get(row)
+    if guess is not None and guess < 100:
+        prediction_marker(ax, used / (1 - guess / 100), row - 0.38, where="right")
+ax.set(yticks=range(3), yticklabels=slots, xlim=(0, 23), ylim=(2.6, -0.6))
+ax.grid(axis="y", visible=False)
+fig
+
+# %% [markdown]
+# Filled is what holds a token, white is what waits. The same tokens, and the first server reserves
+# nearly four times the memory of the third. Turned round: in the same memory the third has room for
+# nearly four times as many sequences.
+#
+# ## How large should a block be?
+#
+# Only the last block of a sequence can have empty slots: anything from none to `block_size` - 1. If
+# every number is as likely as the others, half of that on average. So the waste can be worked out on
+# paper, and counted:
+
+# %%
+sizes = (8, 16, 32, 64, 128)
+counted = [waste(owned_slots(size)) for size in sizes]
+half_a_block = [waste(sum(lengths) + len(lengths) * (size - 1) / 2) for size in sizes]
+for size, found, paper in zip(sizes, counted, half_a_block):
+    entries = owned_slots(size) // size / len(lengths)
+    print(
+        f"blocks of {size:3}: {found:4.1f}% empty, on paper {paper:4.1f}%, {entries:4.1f} a request"
+    )
+
+# %%
+fig, ax = figure(
+    xlabel="slots of a block", ylabel="% of owned slots empty", title="Waste against block size"
+)
+line(ax, sizes, half_a_block, "", COLOURS["oracle"], dashed=True)
+label_line(ax, 64, half_a_block[3], "half a block each", COLOURS["oracle"], "left")
+line(ax, sizes, counted, "counted", COLOURS["engine"])
+prediction_marker(ax, 16, today.guess("blocks"))
+log2_axis(ax)
+ax.set(ylim=(0, None), xlim=(7, 180), xticks=sizes)
+fig
+
+# %% [markdown]
+# Small blocks waste less, so why not blocks of one slot? Because every block is an entry in a list
+# that each read of the cache must follow, and because a run of neighbouring slots is read faster than
+# scattered ones. Blocks of 16 waste one slot in seventy here. That is where the gain ends, so 16 is
+# `BLOCK_SIZE`.
+#
+# What this does not show: requests that come and go. The count was taken when all 200 were complete.
+# While they grow, the strip of 2,048 is emptier still, and the blocks are not.
+#
+# ## Your answer is the engine
+#
+# The package is some days ahead of you: its paged cache, which you build from Day 15 to Day 19, asks
+# a `BlockAllocator` for every block. Inside `today.mine()` that is yours, once it has passed.
+
+# %%
+from nanoserve import LLM, SamplingParams
+
+llm = LLM("smollm2", cache="paged")
+with today.mine():
+    (completion,) = llm.generate("The capital of France is", SamplingParams(max_tokens=6))
+print(repr(completion.text), completion.finish_reason)
+
+# %% [markdown]
+# ## What you learned
+#
+# 1. **With pieces of one size there are no holes of the wrong size.** Any free block will do.
+# 2. **Count, refuse, and only then take.** An operation that fails must leave the books as they were.
+# 3. **Only the last block of a sequence can be partly empty,** so the waste is half a block each, and no
+#    longer depends on how long a text might have become.
+#
+# ## Tomorrow
+#
+# A sequence owns blocks 5, 2 and 7. Where is its token 9? Day 15 writes the table that knows.
+#
+# **In one paragraph.** A contiguous cache has to guess how long a text will be. We stopped guessing: the
+# memory is cut into blocks of 16 slots, and an allocator of fifty lines hands them out and takes them
+# back, all or nothing. It kept its books through a thousand random steps, refused a double free by
+# name, and brought the empty part of the memory from three quarters down to one slot in seventy.

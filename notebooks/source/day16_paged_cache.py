@@ -1,0 +1,456 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Day 16 · Real keys in scattered blocks
+#
+# Week 4 · Phase 2, paged memory · you need: Day 15 (Logical to physical)
+#
+# **Today** the blocks get contents. You write a step's keys and values through their slots into a
+# pool that many sequences share, gather a sequence's history back in order, and the model cannot tell
+# it from the contiguous strip of Day 11.
+
+# %%
+# Set-up: installs nanoserve where it is missing (as on Colab). In your own clone it does nothing.
+import importlib.util, subprocess, sys
+from pathlib import Path
+
+REPOSITORY = ""  # on GitHub, OWNER/NAME
+if importlib.util.find_spec("nanoserve") is None:
+    wheels = sorted(Path.cwd().glob("nanoserve-*.whl"), key=lambda wheel: wheel.stat().st_mtime)
+    source = f"https://github.com/{REPOSITORY}/archive/refs/heads/main.zip" if REPOSITORY else None
+    source = wheels[-1].as_uri() if wheels else source
+    if source is None:
+        raise ModuleNotFoundError("put a nanoserve-*.whl beside this notebook, then run again")
+    print("Installing nanoserve, which takes a minute or two, from", source)
+    pip = [sys.executable, "-m", "pip", "install", "-q", f"nanoserve[notebook] @ {source}"]
+    done = subprocess.run(pip, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    print(done.stdout)
+    if done.returncode:
+        raise RuntimeError("pip could not install nanoserve; its reason stands above.")
+    importlib.invalidate_caches()
+
+# %%
+from nanoserve.course import day
+
+today = day(16)
+today.picture("paged-write")
+
+# %% [markdown]
+# ## Why it matters
+#
+# So far an allocator hands out numbers and a table does arithmetic with them. A server lives or dies
+# by the next step: the numbers become places in memory, and one user's keys lie beside another's. If
+# a slot is wrong, nothing crashes. Somebody's answer is made of somebody else's question.
+#
+# So the day has a hard gate: **what comes back is the same to the last bit**.
+
+# %%
+today.glossary("block", "slot", "slot mapping", "scatter", "gather", "interleaved")
+
+# %% [markdown]
+# ## One tensor for everybody
+#
+# The pool is two tensors, one for keys and one for values:
+#
+# | axis | size | meaning |
+# | --- | --- | --- |
+# | 0 | `num_layers` | each layer has its own keys |
+# | 1 | `num_blocks * block_size` | the slots, block after block |
+# | 2, 3 | `n_kv`, `head_dim` | what one token leaves behind |
+#
+# Day 11's strip was `[layers, n_kv, capacity, head_dim]`. Here the slot stands **before** the heads:
+# everything of one token and one layer lies together, and a token is one row to write. One table
+# serves all layers, since a token has the same slot number in each.
+#
+# `poison` is for tomorrow.
+
+# %%
+import torch
+
+from nanoserve.cache import BLOCK_SIZE, BlockAllocator, BlockTable, KVCacheExhausted, NaiveKVCache
+from nanoserve.config import ModelConfig
+
+
+# %% jupyter={"source_hidden": true}
+# lands in nanoserve/cache.py
+class KVPool:
+    """The keys and values of all layers and of many sequences, in one place.
+
+    k and v are [num_layers, num_slots, n_kv, head_dim]; slot s is offset s % block_size of block
+    s // block_size. With `poison`, slots that nobody owns hold NaN, so a stale read shows at once.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        num_blocks: int,
+        block_size: int = BLOCK_SIZE,
+        dtype: torch.dtype = torch.float32,
+        device: str | torch.device = "cpu",
+        poison: bool = False,
+    ) -> None:
+        self.allocator = BlockAllocator(num_blocks, block_size)
+        shape = (config.num_layers, num_blocks * block_size, config.n_kv, config.head_dim)
+        fill = torch.nan if poison else 0.0
+        self.k = torch.full(shape, fill, dtype=dtype, device=device)
+        self.v = torch.full(shape, fill, dtype=dtype, device=device)
+        self._poison = poison
+
+
+# %% [markdown]
+# A pool for SmolLM2, small enough to look at, in blocks of 4:
+
+# %%
+from nanoserve import load_model, load_tokenizer
+
+model, tokenizer = load_model("smollm2"), load_tokenizer("smollm2")
+config = model.config
+pool = KVPool(config, num_blocks=12, block_size=4)
+print("k and v:", list(pool.k.shape), "each")
+print("free blocks:", pool.allocator.num_free)
+
+# %% [markdown]
+# ## One sequence's view
+#
+# A `PagedKVCache` holds no keys. It holds a table, a length, and the **slot mapping**: the slot of
+# each position, as a tensor that lies where the pool lies. A table is a Python list, which a
+# processor with thousands of threads cannot ask. A tensor of numbers it can.
+#
+# `_map(end)` extends the mapping. Note what it does not do: it never computes an old entry again. A
+# position's slot never changes, so a step adds its own slots and touches nothing else. The room for
+# them doubles when it is full, as Day 11's strip did.
+
+
+# %% jupyter={"source_hidden": true}
+# lands in nanoserve/cache.py
+class PagedKVCache:
+    """One sequence's view of a pool: its block table, its length and its slot mapping."""
+
+    def __init__(self, pool: KVPool) -> None:
+        self.seq_len = 0
+        self.pool = pool
+        self.table = BlockTable(pool.allocator)
+        self._slots = torch.empty(0, dtype=torch.int64, device=pool.k.device)
+        self._mapped = 0  # how many positions _slots holds
+
+    @property
+    def slot_mapping(self) -> torch.Tensor:
+        """The physical slot of each token held, oldest first: int64 [seq_len], on the device."""
+        return self._slots[: self.seq_len]
+
+    def _map(self, end: int) -> None:
+        """Extend the slot mapping to `end` positions; what it holds already is not touched."""
+        if end <= self._mapped:
+            return
+        self.table.grow(end)
+        if end > len(self._slots):  # room doubles, so that a step costs O(1)
+            room = self._slots.new_empty(max(end, 2 * len(self._slots)))
+            room[: self._mapped] = self._slots[: self._mapped]
+            self._slots = room
+        fresh = [self.table.slot(position) for position in range(self._mapped, end)]
+        self._slots[self._mapped : end] = torch.tensor(fresh, device=self._slots.device)
+        self._mapped = end
+
+
+# %% [markdown]
+# Take a pool whose blocks come in no order, as they do after an hour of serving:
+
+
+# %%
+def shuffled(config, order, block_size=4):
+    """A pool that hands out its blocks in this order."""
+    pool = KVPool(config, len(order), block_size)
+    pool.allocator.allocate_for(len(order) * block_size)
+    for block in reversed(order):  # the block given back last is taken first
+        pool.allocator.free(block)
+    return pool
+
+
+pool = shuffled(config, order=[4, 1, 3, 0, 5, 2])
+cache = PagedKVCache(pool)
+cache._map(9)
+print("blocks:", cache.table.blocks)
+print("slots: ", cache._slots[:9].tolist())
+
+# %% [markdown]
+# Position 7 lies in slot 7 by chance, position 8 in slot 12. The picture above shows this very table.
+#
+# ## Your turn: write through the slots
+#
+# `_write` is called once for each layer of a step, layer 0 first, with this step's `k` and `v`
+# `[1, n_kv, seq_q, head_dim]`.
+#
+# 1. A cache holds one sequence: any other batch is a ValueError that says how many came.
+# 2. The history will end at `end = self.seq_len + seq_q`. `self._map(end)` makes sure that there are
+#    slots for it, or raises `KVCacheExhausted`. **Change nothing before that.**
+# 3. Position `p` lies in slot `self._slots[p]`. Write this step's rows into `self.pool.k[layer]` and
+#    `self.pool.v[layer]`, each `[num_slots, n_kv, head_dim]`.
+# 4. `seq_len` moves with the last layer, as on Day 11. The pool has `len(self.pool.k)` layers.
+# 5. Return the slots of the whole history, this step's included, oldest first.
+#
+# Two things of PyTorch to know. `pool.index_copy_(0, slots, rows)` writes row i of `rows` into row
+# `slots[i]` of `pool`. And `pool[slots]`, with a tensor of slots, is a *copy*: good for reading.
+#
+# Stuck? `today.hint()` looks at the case that failed.
+
+
+# %%
+def _write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Scatter k and v into their slots; the slots [seq_total] of the history, theirs included."""
+    raise NotImplementedError("your turn")
+
+
+today.check(_write)
+
+# %% [markdown]
+# ## The write that lands, and the read
+#
+# `append` is the other direction. It makes the same promise as Day 11's `append`: this step's keys
+# in, the whole history out, `[1, n_kv, seq_total, head_dim]`. So the model needs no change at all.
+
+
+# %% jupyter={"source_hidden": true}
+# lands in nanoserve/cache.py
+class PagedKVCache(PagedKVCache):
+    def append(
+        self, layer: int, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write k, v [1, n_kv, seq_q, head_dim] through their slots; return the gathered history.
+
+        Raises KVCacheExhausted where the pool has no room, with nothing written or taken, and
+        ValueError for more than one sequence.
+        """
+        slots = self._write(layer, k, v)
+        # [seq_total, n_kv, head_dim] -> [1, n_kv, seq_total, head_dim], as NaiveKVCache lays it out
+        k, v = (
+            pool[layer][slots].transpose(0, 1).contiguous() for pool in (self.pool.k, self.pool.v)
+        )
+        return k[None], v[None]
+
+    def _write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Scatter k and v into their slots; the slots [seq_total] of the history, theirs included.
+
+        seq_len moves with the last layer, so all layers of a step see the same mapping.
+        """
+        if k.shape[0] != 1:
+            raise ValueError(f"a cache holds one sequence, got a batch of {k.shape[0]}")
+        end = self.seq_len + k.shape[2]
+        self._map(end)
+        new = self._slots[self.seq_len : end]
+        self.pool.k[layer].index_copy_(0, new, k[0].transpose(0, 1))
+        self.pool.v[layer].index_copy_(0, new, v[0].transpose(0, 1))
+        if layer == len(self.pool.k) - 1:
+            self.seq_len = end
+        return self._slots[:end]
+
+
+# %% [markdown]
+# The transpose in `_write` is easy to get wrong with all shapes right. `k[0]` is `[n_kv, seq_q,
+# head_dim]`, a slot wants `[n_kv, head_dim]`. `reshape` would give the right shape too, and deal one
+# head's numbers out to several tokens:
+
+# %%
+k = torch.arange(6).view(1, 2, 3, 1)  # head 0 says 0, 1, 2 and head 1 says 3, 4, 5
+print("transposed, token by token:", k[0].transpose(0, 1)[..., 0].tolist())
+print("reshaped:                  ", k[0].reshape(3, 2, 1)[..., 0].tolist())
+
+# %% [markdown]
+# ## Prove it: the same to the last bit
+#
+# The same random keys into both caches, in steps of many sizes, layer by layer. Nothing is computed
+# here, only moved, so nothing may differ: `torch.equal`, no tolerance.
+
+
+# %%
+def same_history(steps, block_size, order):
+    """Whether both caches give back equal keys and values after each append of each step."""
+    generator = torch.Generator().manual_seed(16)
+    paged, naive = PagedKVCache(shuffled(config, order, block_size)), NaiveKVCache(config)
+    equal = True
+    for seq in steps:
+        for layer in range(config.num_layers):
+            k, v = torch.randn(2, 1, config.n_kv, seq, config.head_dim, generator=generator)
+            pairs = zip(paged.append(layer, k, v), naive.append(layer, k, v))
+            equal &= all(torch.equal(ours, theirs) for ours, theirs in pairs)
+    return equal
+
+
+order = [4, 1, 3, 0, 5, 2, 6]
+for block_size in (1, 3, 4, 16):
+    blocks = order if block_size > 1 else [*range(12, 6, -1), *order]
+    checked = same_history((5, 1, 1, 4, 1), block_size, blocks)
+    print(f"blocks of {block_size:2}: gathered history equal to the strip: {checked}")
+    assert checked
+
+# %% [markdown]
+# ## Prove it: the real model
+#
+# Now real keys. The model calls `append` of whatever it is given, so hand it the new cache. Prefill,
+# decode, then a chunk of four, and after each the logits of both caches.
+
+# %%
+text = tokenizer.encode("The tide goes out and the boats lie down in the mud, and nobody minds.")
+
+
+@torch.no_grad()
+def both(steps, paged, naive):
+    """Whether the logits of each step are equal."""
+    equal = []
+    for seq in steps:
+        ids = torch.tensor([text[naive.seq_len : naive.seq_len + seq]])
+        equal.append(torch.equal(model(ids, paged), model(ids, naive)))
+    return equal
+
+
+pool = shuffled(config, order=[4, 1, 3, 0, 5, 2])
+cache = PagedKVCache(pool)
+equal = both((6, 1, 1, 4, 1, 1), cache, NaiveKVCache(config))
+print("logits equal, step by step:", equal)
+print("written into blocks", cache.table.blocks)
+assert all(equal)
+
+# %% [markdown]
+# Not close: equal. Paging moves numbers about and computes nothing, so there is nothing to round.
+#
+# ## Two sequences, one pool
+#
+# Now what paging is for. Two conversations take turns, one token each, and both grow in the same
+# pool. Each is compared with a model that had it alone.
+
+# %%
+from nanoserve.generate import next_logits
+
+pool = shuffled(config, order=[4, 1, 3, 0, 5, 2, 7, 6])
+prompts = ["The capital of France is", "1, 2, 4, 8, 16,"]
+steps = [tokenizer.encode(prompt) for prompt in prompts]
+paged = [PagedKVCache(pool), PagedKVCache(pool)]
+alone = [NaiveKVCache(config), NaiveKVCache(config)]
+answers = [[], []]
+for _ in range(6):
+    for i in (0, 1):
+        logits = next_logits(model, steps[i], paged[i])
+        assert torch.equal(logits, next_logits(model, steps[i], alone[i]))
+        answers[i].append(int(logits.argmax()))
+        steps[i] = answers[i][-1:]
+for cache, answer in zip(paged, answers):
+    print(f"blocks {cache.table.blocks}: {tokenizer.decode(answer)!r}")
+
+# %% [markdown]
+# Every logit equal, and the two tables have grown through each other. A third conversation comes, and
+# there is no room for it:
+
+# %%
+before = pool.k.clone()
+third = PagedKVCache(pool)
+try:
+    next_logits(model, text[:14], third)
+except KVCacheExhausted as error:
+    print("refused:", error)
+print("blocks taken:", third.table.blocks, " tokens held:", third.seq_len)
+print("the pool is untouched:", torch.equal(before, pool.k))
+assert torch.equal(before, pool.k) and not third.table.blocks
+
+# %% [markdown]
+# All or nothing, from Day 14, reaches to the top. Whoever calls may wait until a neighbour is done
+# and try the same step again.
+#
+# ## Measure it
+#
+# A step needs the slots of its whole history. One could build that list afresh each time: for each
+# position, ask the table. Or extend it, as `_map` does. At 4,096 tokens of history, how many times
+# longer does the rebuilding take?
+
+# %%
+today.predict("rebuild", "At 4,096 tokens, how many times longer does rebuilding take?", guess=None)
+
+# %%
+# NBVAL_IGNORE_OUTPUT
+from dataclasses import replace
+from statistics import median
+from time import perf_counter
+
+tiny = replace(config, num_layers=1, n_kv=1, head_dim=2)  # no keys to speak of: only the mapping
+lengths = [64, 256, 1024, 4096]
+
+
+def microseconds(step, times=32):
+    """The median of `times` calls."""
+    seconds = []
+    for _ in range(times):
+        begin = perf_counter()
+        step()
+        seconds.append(perf_counter() - begin)
+    return median(seconds) * 1e6
+
+
+def at(length):
+    """Microseconds to extend the mapping by one token, and to build it anew."""
+    cache = PagedKVCache(KVPool(tiny, length // 16 + 8, 16))
+    cache._map(length)
+    extend = microseconds(lambda: cache._map(cache._mapped + 1))
+    rebuild = microseconds(lambda: torch.tensor([cache.table.slot(p) for p in range(length)]), 5)
+    return extend, rebuild
+
+
+at(64)  # warm up
+extend, rebuild = zip(*(at(length) for length in lengths))
+print(f"at 4,096 tokens: {extend[-1]:.0f} µs to extend, {rebuild[-1]:,.0f} µs to rebuild")
+print(f"{rebuild[-1] / extend[-1]:.0f} times; your guess: {today.guess('rebuild')}")
+assert rebuild[-1] > 10 * extend[-1] and extend[-1] < 10 * extend[0]
+
+# %%
+from nanoserve.course.plots import COLOURS, figure, line, log2_axis, prediction_marker
+
+title = "The slots of a decode step"
+fig, ax = figure(xlabel="tokens of history", ylabel="microseconds", title=title)
+line(ax, lengths, rebuild, "rebuilt", COLOURS["muted"])
+line(ax, lengths, extend, "extended", COLOURS["engine"])
+if guess := today.guess("rebuild"):
+    prediction_marker(ax, 4096, guess * extend[-1])
+log2_axis(ax), ax.set_yscale("log")
+ax.set(xlim=(50, 9000))
+fig
+
+# %% [markdown]
+# One line climbs with the history, and the other does not know how long it is. Every decode step would
+# pay for the rebuilding, and would pay more with each word it has written.
+#
+# What the plot leaves out: `append` still **gathers**, and that copies the whole history in every
+# layer of every step. It is right to the bit and it climbs. Day 18 writes down what a read without
+# that copy must compute, and Day 19 lets the cache do it.
+#
+# ## Your answer is the engine
+#
+# Inside `today.mine()` the engine writes with your `_write`, once it has passed.
+
+# %%
+from nanoserve import LLM, SamplingParams
+
+llm = LLM("smollm2", cache="paged")
+with today.mine():
+    (completion,) = llm.generate("The capital of France is", SamplingParams(max_tokens=6))
+print(repr(completion.text), completion.finish_reason)
+
+# %% [markdown]
+# ## What you learned
+#
+# 1. **Paging moves numbers and computes none,** so its proof needs no tolerance.
+# 2. **One mapping serves every layer and every step:** extend it, and never build it again.
+# 3. **Reserve first, then write.** A step that is refused before it has touched anything can simply be
+#    tried again.
+#
+# ## Tomorrow
+#
+# The third conversation was turned away because two others hold the pool, and nobody gives anything
+# back. Day 17 does, and asks what is still lying in a block when its next owner comes.
+#
+# **In one paragraph.** We gave the blocks contents: two tensors for all layers and all sequences, and
+# for each sequence a list of slots. A step's keys are scattered through that list and the history is
+# gathered back through it, in order. On random keys and in the real model the result is equal to the
+# contiguous cache in every bit, while two sequences grow through each other in one pool.

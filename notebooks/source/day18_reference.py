@@ -1,0 +1,376 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Day 18 · Freeze the target
+#
+# Week 5 · Phase 2, paged memory · you need: Day 16 (Real keys in scattered blocks)
+#
+# **Today** you write attention over scattered memory, as slowly and plainly as it can be written, and
+# then you promise never to touch it again. It is the oracle that every faster read will be held to,
+# with the distance that a faster one may keep.
+
+# %%
+# Set-up: installs nanoserve where it is missing (as on Colab). In your own clone it does nothing.
+import importlib.util, subprocess, sys
+from pathlib import Path
+
+REPOSITORY = ""  # on GitHub, OWNER/NAME
+if importlib.util.find_spec("nanoserve") is None:
+    wheels = sorted(Path.cwd().glob("nanoserve-*.whl"), key=lambda wheel: wheel.stat().st_mtime)
+    source = f"https://github.com/{REPOSITORY}/archive/refs/heads/main.zip" if REPOSITORY else None
+    source = wheels[-1].as_uri() if wheels else source
+    if source is None:
+        raise ModuleNotFoundError("put a nanoserve-*.whl beside this notebook, then run again")
+    print("Installing nanoserve, which takes a minute or two, from", source)
+    pip = [sys.executable, "-m", "pip", "install", "-q", f"nanoserve[notebook] @ {source}"]
+    done = subprocess.run(pip, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    print(done.stdout)
+    if done.returncode:
+        raise RuntimeError("pip could not install nanoserve; its reason stands above.")
+    importlib.invalidate_caches()
+
+# %%
+from nanoserve.course import day
+
+today = day(18)
+today.picture("frozen-target")
+
+# %% [markdown]
+# ## Why it matters
+#
+# Soon you will write a kernel: attention that walks through the blocks itself. It adds the same
+# numbers in another order, on another machine, in tiles. When it is wrong it does not crash. It reads
+# a slot that belongs to somebody else, or stops one key early, and gives back a vector that looks like
+# any other.
+#
+# So the target comes before the kernel. If both grow at once, each mistake in one can be repaired by a
+# mistake in the other. Write what is **meant** first, in the fewest lines, prove it equal to what you
+# have trusted since Day 6, and freeze it.
+
+# %%
+today.glossary(
+    "oracle", "slot mapping", "reference implementation", "tolerance", "byte-equal", "float16"
+)
+
+# %% [markdown]
+# ## What a read is given
+#
+# Everything that Week 4 built comes down to four things:
+#
+# | argument | shape | what it is |
+# | --- | --- | --- |
+# | `q` | `[1, n_q, seq_q, head_dim]` | this step's queries: the **last** `seq_q` positions |
+# | `k_pool`, `v_pool` | `[num_slots, n_kv, head_dim]` | one layer's memory, of all sequences |
+# | `slot_mapping` | `[seq_total]` | the slot of each position, oldest first, this step's included |
+# | `n_rep` | a number | `n_q // n_kv`: how many query heads share a KV head |
+#
+# And `scale`, `head_dim ** -0.5` unless it is handed in. No block table and no block size: a slot is
+# `block_id * block_size + offset`, ready to be an index. Here is a small pool, as if blocks 7, 2 and 5
+# of 16 slots had been handed to a sequence of 37 tokens:
+
+# %%
+import torch
+
+n_q, n_kv, head_dim, block_size = 9, 3, 64, 16  # SmolLM2's heads
+generator = torch.Generator().manual_seed(18)
+k_pool, v_pool = torch.randn(2, 10 * block_size, n_kv, head_dim, generator=generator)
+slots = [block * block_size + offset for block in (7, 2, 5) for offset in range(block_size)]
+slot_mapping = torch.tensor(slots[:37])
+print("positions 0, 15, 16, 36 lie in slots", slot_mapping[[0, 15, 16, 36]].tolist())
+
+# %% [markdown]
+# One line of PyTorch fetches the keys, in the order of the text:
+
+# %%
+history = k_pool[slot_mapping]
+print(list(history.shape), "position 16 is slot 32:", torch.equal(history[16], k_pool[32]))
+
+# %% [markdown]
+# ## Your turn: `paged_attention_reference`
+#
+# Attend through the mapping. You have `sdpa` since Day 6, with the causal band, the groups of heads
+# and a softmax in float32. So:
+#
+# 1. If `n_q` is not `n_kv * n_rep`, raise ValueError and name `n_rep`. The number says nothing that the
+#    shapes do not say. But a kernel will compute pointers with it, and cannot check.
+# 2. Gather keys and values by slot, and bring them to `[1, n_kv, seq_total, head_dim]`, contiguous.
+# 3. Let `sdpa` do the sum, with the scale.
+#
+# Do not be clever. Nobody will wait for this function; everybody will believe it. Stuck?
+# `today.hint()` looks at the case that failed.
+
+# %%
+from nanoserve.layers import sdpa
+
+
+# %%
+def paged_attention_reference(q, k_pool, v_pool, slot_mapping, n_rep, scale=None):
+    """Causal attention over keys and values that lie scattered in a pool.
+
+    q [1, n_q, seq_q, head_dim]; k_pool, v_pool [num_slots, n_kv, head_dim]; slot_mapping
+    [seq_total] -> [1, n_q, seq_q, head_dim].
+    """
+    raise NotImplementedError("your turn")
+
+
+today.check(paged_attention_reference)
+
+# %% [markdown]
+# Below is what lands. Above it stands the tolerance, which you will need in a moment.
+
+
+# %% jupyter={"source_hidden": true}
+# lands in nanoserve/kernels/reference.py
+ATOL, RTOL = 1e-5, 1e-4  # how far a float32 backend may be from the oracle
+
+
+def tolerance(dtype: torch.dtype) -> tuple[float, float]:
+    """(atol, rtol) for a backend's output in dtype, against the oracle on the same inputs.
+
+    In float16 and bfloat16 the oracle rounds its weights to the dtype and a kernel need not: two
+    units of the dtype's precision, of a value of order 1 and relative.
+    """
+    if dtype == torch.float32:
+        return ATOL, RTOL
+    return 2 * torch.finfo(dtype).eps, 2 * torch.finfo(dtype).eps
+
+
+def paged_attention_reference(
+    q: torch.Tensor,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    n_rep: int,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Causal attention over keys and values that lie scattered in a pool.
+
+    q [1, n_q, seq_q, head_dim]; k_pool, v_pool [num_slots, n_kv, head_dim]; slot_mapping
+    [seq_total], the slot of each position, oldest first, the queries being the last seq_q of them;
+    n_rep = n_q // n_kv; scale defaults to head_dim ** -0.5 -> [1, n_q, seq_q, head_dim].
+    torch.equal to sdpa over the same keys and values laid out contiguously.
+    """
+    n_q, n_kv = q.shape[1], k_pool.shape[1]
+    if n_q != n_kv * n_rep:
+        raise ValueError(f"n_rep {n_rep} does not fit {n_q} query heads and {n_kv} KV heads")
+    # [seq_total, n_kv, head_dim] -> [1, n_kv, seq_total, head_dim]
+    k, v = (pool[slot_mapping].transpose(0, 1).contiguous()[None] for pool in (k_pool, v_pool))
+    return sdpa(q, k, v, scale)
+
+
+# %% [markdown]
+# ## Prove it: equal, not close
+#
+# The promise is strict: `torch.equal` to the very sum that `gqa_attention` uses, over keys and values
+# that lie side by side. To copy them out independently, walk token by token, with a loop.
+
+
+# %%
+def contiguous(pool, slots):
+    """[num_slots, n_kv, d] -> [1, n_kv, seq_total, d], one token after another."""
+    return torch.stack([pool[slot] for slot in slots.tolist()], dim=1)[None].contiguous()
+
+
+def a_read(seq_q, blocks, seq_total, n_q=9, n_kv=3, poison=False):
+    """(q, k_pool, v_pool, slot_mapping, n_rep) at random, the tokens lying in these blocks."""
+    slots = [block * block_size + offset for block in blocks for offset in range(block_size)]
+    slots = torch.tensor(slots[:seq_total])
+    q = torch.randn(1, n_q, seq_q, head_dim, generator=generator)
+    k_pool, v_pool = torch.randn(2, 10 * block_size, n_kv, head_dim, generator=generator)
+    if poison:
+        nobody = torch.ones(len(k_pool), dtype=torch.bool)
+        nobody[slots] = False
+        k_pool[nobody] = v_pool[nobody] = torch.nan
+    return q, k_pool, v_pool, slots, n_q // n_kv
+
+
+# %%
+reads = {
+    "decode, 1 query": a_read(1, (7, 2, 5), 37),
+    "decode, the very first token": a_read(1, (4,), 1),
+    "prefill, 37 queries": a_read(37, (7, 2, 5), 37),
+    "continuation, 5 queries": a_read(5, (7, 2, 5), 37),
+    "blocks descending": a_read(5, (9, 8, 7), 48),
+    "a full last block": a_read(1, (3, 6), 32),
+    "MQA, one KV head": a_read(5, (0, 9, 1), 40, n_kv=1),
+    "MHA, nine KV heads": a_read(5, (0, 9, 1), 40, n_kv=9),
+}
+for name, (q, k_pool, v_pool, slots, n_rep) in reads.items():
+    for scale in (None, 0.5):
+        side_by_side = sdpa(q, contiguous(k_pool, slots), contiguous(v_pool, slots), scale)
+        scattered = paged_attention_reference(q, k_pool, v_pool, slots, n_rep, scale)
+        assert torch.equal(scattered, side_by_side)
+    print(f"{name:30} equal to the last bit: {torch.equal(scattered, side_by_side)}")
+
+# %% [markdown]
+# Then the poison of Day 17. Every slot that is not this sequence's holds NaN, before or behind its
+# blocks, and behind its last token. NaN spreads through every sum that it enters, so one stale read
+# would show in the whole output.
+
+# %%
+q, k_pool, v_pool, slots, n_rep = a_read(5, (7, 2, 5), 37, poison=True)
+share = float(k_pool.isnan().float().mean())
+out = paged_attention_reference(q, k_pool, v_pool, slots, n_rep)
+print(f"{share:.0%} of the pool is NaN, in the output: {int(out.isnan().sum())} NaN")
+one_more = torch.cat([slots, slots[-1:] + 1])  # a mapping that is one slot too long
+stale = paged_attention_reference(q, k_pool, v_pool, one_more, n_rep)
+print(f"one slot too far: {float(stale.isnan().float().mean()):.0%} NaN")
+
+# %% [markdown]
+# All that says the oracle is *our* sum. Is our sum right? For that, ask somebody else: PyTorch's own
+# attention, in float64, where rounding is out of the way.
+
+# %%
+import torch.nn.functional as F
+
+
+def torch_attention(q, k_pool, v_pool, slots):
+    """PyTorch's attention over the same history, in the dtype of its inputs."""
+    k, v = contiguous(k_pool, slots), contiguous(v_pool, slots)
+    visible = torch.ones(q.shape[2], len(slots), dtype=torch.bool).tril(len(slots) - q.shape[2])
+    return F.scaled_dot_product_attention(q, k, v, visible, enable_gqa=True)
+
+
+for name, (q, k_pool, v_pool, slots, n_rep) in reads.items():
+    exact = torch_attention(q.double(), k_pool.double(), v_pool.double(), slots)
+    ours = paged_attention_reference(q, k_pool, v_pool, slots, n_rep).double()
+    assert torch.allclose(ours, exact, atol=ATOL, rtol=RTOL), name
+print("all", len(reads), "reads within", ATOL, "+", RTOL, "of the value")
+
+# %% [markdown]
+# ## How far is right?
+#
+# A kernel adds in another order, so its last bits differ, and `torch.equal` would fail it for being
+# itself. It needs room. How much? Too little, and right kernels fail on some machine. Too much, and
+# wrong ones pass. The rule is the usual one, with both parts:
+#
+# $$ |\text{kernel} - \text{oracle}| \;\le\; \text{ATOL} + \text{RTOL} \cdot |\text{oracle}| $$
+#
+# - **RTOL** is for large values: a float32 has about 7 digits, and a sum of many terms loses two or
+#   three. $10^{-4}$ leaves it four.
+# - **ATOL** is for values near 0, which come from large ones that cancel. There a relative bound would
+#   ask for digits that nobody has. The outputs are mixtures of values of size 1: $10^{-5}$.
+# - **16 bits.** bfloat16 has 3 digits. One unit of its precision, `eps`, is the distance from 1 to the
+#   next number. The oracle rounds its weights to the dtype on the way, and a kernel need not; so two units,
+#   both absolute and relative.
+
+# %%
+for dtype in (torch.float32, torch.float16, torch.bfloat16):
+    print(f"{dtype!s:15} atol {tolerance(dtype)[0]:.6f}   rtol {tolerance(dtype)[1]:.6f}")
+
+# %% [markdown]
+# These two numbers stand in one file, and whatever tests a kernel, a cache or a model borrows them from
+# there. A tolerance that each test invents for itself grows a little whenever a test fails.
+#
+# ## Measure it
+#
+# Is there room between the noise and the faults? We know a right answer that was computed in another
+# way: PyTorch's own attention. And a plausible fault: the read that misses its oldest key. First a guess.
+
+# %%
+today.predict(
+    "digits", "How far is PyTorch's float32 attention from ours? 10 to the minus ...", guess=None
+)
+
+
+# %%
+def distances(history):
+    """The largest difference from the oracle: three right answers, and a fault."""
+    q = torch.randn(1, n_q, 1, head_dim, generator=generator)
+    k_pool, v_pool = torch.randn(2, 2 * history, n_kv, head_dim, generator=generator)
+    slots = torch.randperm(2 * history, generator=generator)[:history]
+    found = {}
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        inputs = [x.to(dtype) for x in (q, k_pool, v_pool)]
+        oracle = paged_attention_reference(*inputs, slots, 3)
+        theirs = torch_attention(*inputs, slots)
+        atol, rtol = tolerance(dtype)
+        assert torch.allclose(theirs, oracle, atol=atol, rtol=rtol)
+        found[dtype] = float((theirs - oracle).abs().max())
+    whole, short = (paged_attention_reference(q, k_pool, v_pool, s, 3) for s in (slots, slots[1:]))
+    return found | {"fault": float((whole - short).abs().max())}
+
+
+lengths = (16, 64, 256, 1_024, 4_096)
+measured = {n: distances(n) for n in lengths}
+assert all(row[torch.float32] < ATOL < 0.1 * row["fault"] for row in measured.values())
+print("float32 noise below ATOL, a missing key ten times above it, at every length")
+
+# %%
+from nanoserve.course.plots import COLOURS, figure, label_line, line, log2_axis, prediction_marker
+
+fig, ax = figure(
+    height=5.0,
+    xlabel="tokens of history",
+    ylabel="largest difference from the oracle",
+    title="Noise, faults, and the line between them",
+)
+for dtype, name, colour in (
+    (torch.float32, "PyTorch,\nfloat32", "contiguous"),
+    (torch.float16, "float16", "engine"),
+    (torch.bfloat16, "bfloat16", "muted"),
+    ("fault", "a key\nmissing", "fault"),
+):
+    line(ax, lengths, [measured[n][dtype] for n in lengths], name, COLOURS[colour])
+for dtype, name in ((torch.float32, "allowed in float32"), (torch.bfloat16, "allowed in bfloat16")):
+    ax.axhline(tolerance(dtype)[0], color=COLOURS["limit"], linewidth=1.2, linestyle="--")
+    label_line(ax, 38, tolerance(dtype)[0], name, COLOURS["limit"], "above")
+if guess := today.guess("digits"):
+    prediction_marker(ax, 16, 10.0**-guess, where="right")
+log2_axis(ax)
+ax.set_yscale("log")
+ax.set(xlim=(11, 13_000), xticks=lengths)
+fig
+
+# %% [markdown]
+# Read it from the bottom. In float32, PyTorch's attention is some thirty times nearer to ours than the
+# line allows: two right answers, added in different orders. Far above the line stands the fault.
+# Between noise and fault lie more than four powers of ten, and the line has its place there.
+#
+# Now look at bfloat16. Its line is at 0.016, and the fault **crosses it** near 1,000 tokens: one key of
+# thousands is a small part of the mixture, smaller than what rounding alone may do. A bfloat16 test of
+# a long history would pass a kernel that loses a key. So faults are hunted in float32, on short histories,
+# with poison, and 16-bit tests only ask whether the dtype is handled at all.
+#
+# What the plot does not show: keys of a real model are not random numbers. Its scores are sharper,
+# and a missing key may matter much more, or not at all.
+#
+# ## With your own code
+#
+# The package's cache calls this function already; tomorrow you see where. If yours passed, every layer
+# of this answer goes through it.
+
+# %%
+from nanoserve import LLM, SamplingParams
+
+with today.mine():
+    (answer,) = LLM("smollm2", cache="paged").generate(
+        "The capital of France is", SamplingParams(max_tokens=6)
+    )
+print(repr(answer.text))
+assert answer.text.startswith(" Paris")
+
+# %% [markdown]
+# ## What you learned
+#
+# 1. **Write the target before the thing that has to hit it,** in code so plain that it can be believed.
+# 2. **Equal where the sum is the same, close where only the meaning is.** Equality is the stronger
+#    test; give it up only when you must, and write down by how much.
+# 3. **A tolerance is a claim about faults:** it is good if right answers are far below and wrong ones far
+#    above. In bfloat16 a lost key can hide beneath it.
+#
+# ## Tomorrow
+#
+# The target stands, but nothing in the model's own path aims at it. Day 19 adds one branch to attention,
+# and lets the cache attend by itself.
+#
+# **In one paragraph.** We wrote attention over scattered memory in the plainest way there is: gather by
+# slot, then the sum of Day 6. It equals that sum to the last bit on every shape, and NaN in every other
+# slot cannot touch it. Then we measured how far right answers and wrong ones lie from it, and drew the
+# line between them once, in one file, for every kernel to come.
