@@ -50,6 +50,20 @@ FAULTS = [
         "day01_oracle.ipynb",
     ),
     Fault(
+        "the newest token left out of the paged read",
+        "nanoserve/cache.py",
+        "return self._slots[:end]",
+        "return self._slots[: end - 1]",
+        "day00_start_here.ipynb",
+    ),
+    Fault(
+        "query head h reads KV head h % n_kv",
+        "nanoserve/layers.py",
+        "q = q.reshape(batch * n_kv,",
+        "q = q.unflatten(1, (-1, n_kv)).transpose(1, 2).reshape(batch * n_kv,",
+        "day00_start_here.ipynb",
+    ),
+    Fault(
         "one token too many",
         "nanoserve/generate.py",
         "range(min(params.max_tokens,",
