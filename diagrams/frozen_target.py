@@ -57,12 +57,12 @@ def draw():
     )  # fmt: skip
     arrow(ax, (320, 264), (320, 292), colour=FOCUS)
     pill(ax, 160, 292, 320, 30, "sdpa: scale, mask, softmax in float32, mix", size=SMALL)
-    caption(ax, 500, 307, "coral slots belong to others: NaN there")
-    caption(ax, 500, 325, "must change nothing")
+    caption(ax, 500, 307, "coral: not this sequence’s, or not written yet.")
+    caption(ax, 500, 325, "NaN there must change nothing")
     targets = [
         (28, "contiguous attention", "the same sum, side by side", "torch.equal", None),
         (230, "the fused read", "the cache attends", "torch.equal", "Day 19"),
-        (432, "the kernel in tlsim", "another order of adding", "ATOL, RTOL", "Day 22"),
+        (432, "the kernel, simulated", "in tlsim: another order", "ATOL, RTOL", "Day 22"),
         (634, "the kernel in Triton", "another machine too", "ATOL, RTOL", "Day 23"),
     ]
     for x, name, words, held, when in targets:

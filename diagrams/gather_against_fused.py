@@ -25,7 +25,7 @@ OWN = {1: 4, 4: 4, 6: 2}  # block: how many of its slots are this sequence's
 
 def draw():
     fig, ax = canvas(
-        468,
+        490,
         "Gather against fused",
         "The same attention over the same scattered history. What differs is what has to move.",
     )
@@ -33,35 +33,35 @@ def draw():
         text(ax, x, 98, title, weight="bold", ha="left")
         caption(ax, x, 135, "pool")
         pool(ax, x + 58, 124)
-    rule(ax, (420, 88), (420, 350))
+    rule(ax, (420, 88), (420, 372))
     for own, to in zip(OWN, (134, 230, 302), strict=True):  # into the copy, in order
-        arrow(ax, (102 + 37 * own, 147), (to, 193), colour=CONTIGUOUS)
-    text(ax, 336, 170, "read", size=SMALL, ha="left", weight="bold")
-    caption(ax, 28, 206, "copy")
+        arrow(ax, (102 + 37 * own, 147), (to, 185), colour=CONTIGUOUS)
     fills = [CONTIGUOUS_FILL] * 10
-    block(ax, 86, 194, 24, [""] * 10, height=24, fills=fills, edge=CONTIGUOUS)
-    text(ax, 336, 206, "write", size=SMALL, ha="left", weight="bold")
-    arrow(ax, (206, 219), (206, 262), colour=CONTIGUOUS)
-    text(ax, 336, 241, "read", size=SMALL, ha="left", weight="bold")
-    pill(ax, 106, 262, 200, 34, "q attends")
+    for y, words in ((186, "by token"), (238, "by head")):
+        caption(ax, 28, y + 12, words)
+        block(ax, 86, y, 24, [""] * 10, height=24, fills=fills, edge=CONTIGUOUS)
+        arrow(ax, (206, y + 25), (206, y + 51), colour=CONTIGUOUS)
+    for y, words in ((166, "read"), (198, "write"), (224, "read"), (250, "write"), (276, "read")):
+        text(ax, 336, y, words, size=SMALL, ha="left", weight="bold")
+    pill(ax, 106, 290, 200, 34, "q attends")
     for own, to in zip(OWN, (588, 628, 668), strict=True):
-        arrow(ax, (514 + 37 * own, 147), (to, 261), colour=FOCUS)
-    text(ax, 748, 206, "read", size=SMALL, ha="left", weight="bold")
-    pill(ax, 528, 262, 200, 34, "q attends", fill=FOCUS_FILL)
+        arrow(ax, (514 + 37 * own, 147), (to, 289), colour=FOCUS)
+    text(ax, 748, 224, "read", size=SMALL, ha="left", weight="bold")
+    pill(ax, 528, 290, 200, 34, "q attends", fill=FOCUS_FILL)
     for x, words, width, colour, fill in (
-        (28, "3 times the history", 3, CONTIGUOUS, CONTIGUOUS_FILL),
+        (28, "5 times the history", 5, CONTIGUOUS, CONTIGUOUS_FILL),
         (440, "once", 1, FOCUS, FOCUS_FILL),
     ):
-        caption(ax, x, 329, "moved")
-        block(ax, x + 58, 318, 60, [""] * width, height=22, fills=[fill] * width, edge=colour)
-        text(ax, x + 66 + 60 * width, 329, words, size=SMALL, ha="left", colour=INK)
-    box(ax, 28, 372, 784, 68, fill=WHITE, edge=HAIR)
-    text(ax, 44, 394, "Today", weight="bold", ha="left", colour=FOCUS)
+        caption(ax, x, 351, "moved")
+        block(ax, x + 58, 340, 36, [""] * width, height=22, fills=[fill] * width, edge=colour)
+        text(ax, x + 66 + 36 * width, 351, words, size=SMALL, ha="left", colour=INK)
+    box(ax, 28, 394, 784, 68, fill=WHITE, edge=HAIR)
+    text(ax, 44, 416, "Today", weight="bold", ha="left", colour=FOCUS)
     now = "the fused read calls the reference, which gathers inside: both are the left side."
-    text(ax, 108, 394, now, ha="left")
-    text(ax, 44, 418, "Week 6", weight="bold", ha="left", colour=MUTED)
+    text(ax, 108, 416, now, ha="left")
+    text(ax, 44, 440, "Week 6", weight="bold", ha="left", colour=MUTED)
     later = "a kernel takes its place and reads slot by slot: the right side comes true."
-    text(ax, 108, 418, later, ha="left")
+    text(ax, 108, 440, later, ha="left")
     return fig
 
 

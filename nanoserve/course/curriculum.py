@@ -72,7 +72,7 @@ _ROWS = (
      "You write keys and values through slots and gather them back unchanged."),
     ("reuse", "Give it back", 4, 2, (16,),
      "You free blocks and use them again, and poison proves that nothing stale is read."),
-    ("reference", "Freeze the target", 5, 2, (16,),
+    ("reference", "Freeze the target", 5, 2, (6, 16, 17),
      "You write attention through the slot mapping: the oracle that grades every kernel."),
     ("fused_read", "The fused read", 5, 2, (18,),
      "You let the cache attend by itself, with one branch in attention."),

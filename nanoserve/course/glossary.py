@@ -209,7 +209,7 @@ NaN: "Not a number": a float that makes every sum it enters NaN as well.
 """,
     18: """
 reference implementation: The plainest code that does the right thing: slow, believed, and what
-    faster code is compared with.
+    faster code is compared with: an oracle for a single function.
 tolerance: How far an answer may be from the reference: a fixed part, and a part of the value.
 byte-equal: The same in every bit, which is more than being close.
 float16: A floating-point number in 2 bytes: about 3 to 4 decimal digits, nothing above 65,504.

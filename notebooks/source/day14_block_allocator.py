@@ -46,7 +46,8 @@ today.picture("block-pool")
 # Day 11 bought time with memory, and ended with a complaint: a contiguous cache must be reserved
 # before anybody knows how long the text will be. There are two ways to do that, and both cost:
 #
-# - **Reserve for the longest.** A strip of 2,048 slots for each sequence, and most of them stay empty.
+# - **Reserve for the longest.** A strip of 2,048 slots for each sequence, and most of them stay empty:
+#   that is fragmentation.
 # - **Reserve little and double.** Up to half is empty, each growth copies everything, and the old
 #   strip and the new one must both be there while it does.
 #
@@ -306,8 +307,8 @@ print(f"half of them below {sorted(lengths)[100]}")
 
 # %% [markdown]
 # So these are not somebody's real traffic. What they share with it is the shape: many short texts and
-# a few very long ones. The percentages below belong to this mix; the order of the three does not
-# depend on it.
+# a few very long ones. The percentages below belong to this mix; the order of the three hardly
+# depends on it.
 
 # %%
 today.predict(
@@ -433,7 +434,8 @@ fig
 # `BLOCK_SIZE`.
 #
 # What this does not show: requests that come and go. The count was taken when all 200 were complete.
-# While they grow, the strip of 2,048 is emptier still, and the blocks are not.
+# While they grow, the strip of 2,048 is emptier still, and the blocks still waste half a
+# block each.
 #
 # ## Your answer is the engine
 #

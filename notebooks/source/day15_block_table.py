@@ -45,8 +45,8 @@ today.picture("logical-to-physical")
 #
 # Attention asks for the tokens of a text: position 0, position 1, and so on. The pool has slots, and
 # the text's blocks lie in it wherever one was free. Between the two stands a list of numbers and one
-# line of arithmetic. Every read and every write of a paged engine goes through that line, here, in
-# vLLM, and in the kernel that you write on Day 22.
+# line of arithmetic. Every read and every write of a paged engine goes through that line
+# or a list made by it, here, in vLLM, and in the kernel that you write on Day 22.
 #
 # It is also a line that fails without a sound. A slot that is off by one is still a slot. It holds
 # some key, of this sequence or of another one's, and the model goes on with it.
@@ -189,14 +189,15 @@ class BlockTable(BlockTable):
 #
 # Three sequences and a pool of 12 blocks. The line of text says what happens: `A6` is six tokens of A,
 # `-A` is the end of A, whose blocks go back to the pool. The slider steps through it, token by token.
-# Write a story of your own, with two sequences or three. Who refuses first, if all of them grow?
+# Write a story of your own, with two sequences or three. Who is refused first, if all of them grow?
 
 # %%
 # NBVAL_IGNORE_OUTPUT
 today.widget("block-table")
 
 # %% [markdown]
-# Here A has ended. C was given its blocks 0 and 1, so C's table reads 5, 0, 1: its text runs from the
+# Here A has ended. C was given its blocks 0 and 1 (a table frees its last block first, and what
+# was freed last is handed out first), so C's table reads 5, 0, 1: its text runs from the
 # middle of the pool to its beginning, and nobody who goes through the table will notice.
 #
 # ## Prove it: atomic growth
@@ -299,6 +300,7 @@ fig, ax = figure(
 )
 placed = in_turns(BLOCK_SIZE, (20, 33, 5), 40)
 for (name, (fill, _)), slots in zip(SHADES.items(), placed):
+    ax.plot(range(len(slots)), slots, color=COLOURS["ink"], linewidth=0.6, zorder=1)
     ax.scatter(range(len(slots)), slots, s=20, color=fill, edgecolor=COLOURS["ink"], linewidth=0.5)
     label_line(ax, len(slots) - 1, slots[-1], name, COLOURS["ink"])
 ax.set(yticks=range(0, 193, 16), xticks=range(0, 81, 16), xlim=(-2, 80), ylim=(-4, 196))

@@ -51,7 +51,7 @@ today.picture("paged-write")
 # So the day has a hard gate: **what comes back is the same to the last bit**.
 
 # %%
-today.glossary("block", "slot", "slot mapping", "scatter", "gather", "interleaved")
+today.glossary("block", "slot", "slot mapping", "scatter", "gather")
 
 # %% [markdown]
 # ## One tensor for everybody
@@ -211,8 +211,8 @@ today.check(_write)
 # %% [markdown]
 # ## The write that lands, and the read
 #
-# `append` is the other direction. It makes the same promise as Day 11's `append`: this step's keys
-# in, the whole history out, `[1, n_kv, seq_total, head_dim]`. So the model needs no change at all.
+# `append` writes, and then goes the other way. It makes the same promise as Day 11's
+# `append`: this step's keys in, the whole history out, `[1, n_kv, seq_total, head_dim]`. So the model needs no change at all.
 
 
 # %% jupyter={"source_hidden": true}

@@ -12,7 +12,7 @@
 # Week 4 · Phase 2, paged memory · you need: Day 16 (Real keys in scattered blocks)
 #
 # **Today** a sequence ends. You give its blocks back to the pool, so that a thousand sequences fit
-# where a dozen would, and you fill what they leave behind with poison, so that nobody reads it unseen.
+# where half a dozen would, and you fill what they leave behind with poison, so that nobody reads it unseen.
 
 # %%
 # Set-up: installs nanoserve where it is missing (as on Colab). In your own clone it does nothing.
@@ -87,7 +87,7 @@ class BlockTable(BlockTable):
 #
 # | what lies there | its score | what reaches the output |
 # | --- | --- | --- |
-# | zeros | 0, which is a perfectly good score | the answer, a little off |
+# | zeros | 0, which is a perfectly good score | the answer, off, and finite |
 # | the last owner's keys | any number | the answer, with somebody else's text in it |
 # | NaN | NaN | NaN, everywhere |
 #
@@ -142,9 +142,10 @@ class KVPool(KVPool):
 # ## Your turn: `free`
 #
 # And the sequence's side of it, a method of `PagedKVCache`. It remembers three things: `self.table`,
-# `self.seq_len`, and `self._mapped`, how many positions have a slot. After `free()` the cache is as
-# new: it owns nothing, and may be used for another text. A second call does no harm, because whoever
-# cleans up after a failure cannot know whether somebody did it before.
+# `self.seq_len`, and `self._mapped`, how many positions have a slot. Give the blocks back through
+# `self.pool.release`. The slots themselves, `self._slots`, may stay: `_mapped` says how much of them
+# counts. After `free()` the cache is as new: it owns nothing, and may be used for another text. A
+# second call does no harm, because whoever cleans up after a failure cannot know whether somebody did it before.
 
 
 # %%
@@ -276,7 +277,9 @@ for poison in (False, True):
 #
 # Is the proof any good? A proof that cannot fail proves nothing, so plant the bug. This cache reads
 # its last block to the end, though the sequence may stop before it. It is a likely mistake: kernels
-# read whole tiles, and have to mask what lies past the end.
+# read whole tiles, and have to mask what lies past the end: the scores *and* the values, since a weight
+# of 0 times NaN is NaN. (The longer history also shifts the causal band, so that each query sees a few
+# slots too far.)
 
 
 # %%
@@ -299,9 +302,9 @@ for poison in (False, True):
     assert finite != poison and not torch.equal(logits, alone)
 
 # %% [markdown]
-# Without poison there is a fluent answer, and only somebody who knows the right one could tell. With
-# it, the very first logits are NaN. Every test of a read in this course runs on a poisoned pool from
-# now on, and so will the kernels.
+# Without poison there are readable words, and only somebody who knows the right one could tell. With
+# it, the very first logits are NaN. From now on, a test that looks for stale reads poisons its pool first,
+# and the kernels will be tested so too.
 #
 # What poison does **not** see is a stale *write*: a cache that believes its old mapping puts good
 # numbers into somebody else's block. Against that there are the rules of Day 14, checked after every
@@ -336,9 +339,10 @@ ax.set(yscale="log", ylim=(3, 20000), xlim=(0, 1330), xticks=range(0, 1001, 200)
 fig
 
 # %% [markdown]
-# The scale is logarithmic. One line is the number of requests there have *ever* been, and the other is
+# The scale is logarithmic. One line follows the number of requests there have *ever* been, and the other
 # the number there are *now*: it would look the same after a million. So the size of a pool is decided
-# by how many sequences you want to serve at once, and by nothing else.
+# by how many sequences you want to serve at once and how long they are, not by how many there have ever
+# been.
 #
 # What it does not show: the order of arrivals was kind. Four requests always fitted here. When they do
 # not, somebody has to wait or be interrupted, and to decide who is the scheduler's work, later in the

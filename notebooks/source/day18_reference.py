@@ -9,7 +9,7 @@
 # %% [markdown]
 # # Day 18 · Freeze the target
 #
-# Week 5 · Phase 2, paged memory · you need: Day 16 (Real keys in scattered blocks)
+# Week 5 · Phase 2, paged memory · you need: Day 6 (attention), Day 16 (Real keys in scattered blocks), Day 17 (Give it back)
 #
 # **Today** you write attention over scattered memory, as slowly and plainly as it can be written, and
 # then you promise never to touch it again. It is the oracle that every faster read will be held to,
@@ -211,7 +211,8 @@ for name, (q, k_pool, v_pool, slots, n_rep) in reads.items():
 # %% [markdown]
 # Then the poison of Day 17. Every slot that is not this sequence's holds NaN, before or behind its
 # blocks, and behind its last token. NaN spreads through every sum that it enters, so one stale read
-# would show in the whole output.
+# would show in the whole output. The causal mask does not help: it hides the slot from earlier queries
+# with a weight of 0, and 0 times NaN is NaN. So a kernel must mask the values too.
 
 # %%
 q, k_pool, v_pool, slots, n_rep = a_read(5, (7, 2, 5), 37, poison=True)
@@ -223,7 +224,7 @@ stale = paged_attention_reference(q, k_pool, v_pool, one_more, n_rep)
 print(f"one slot too far: {float(stale.isnan().float().mean()):.0%} NaN")
 
 # %% [markdown]
-# All that says the oracle is *our* sum. Is our sum right? For that, ask somebody else: PyTorch's own
+# All that says the reference is *our* sum. Is our sum right? For that, ask somebody else: PyTorch's own
 # attention, in float64, where rounding is out of the way.
 
 # %%
@@ -333,8 +334,8 @@ fig
 # line allows: two right answers, added in different orders. Far above the line stands the fault.
 # Between noise and fault lie more than four powers of ten, and the line has its place there.
 #
-# Now look at bfloat16. Its line is at 0.016, and the fault **crosses it** near 1,000 tokens: one key of
-# thousands is a small part of the mixture, smaller than what rounding alone may do. A bfloat16 test of
+# The plot leaves out float16's line, at 0.002. Now look at bfloat16. Its line is at 0.016,
+# and the fault **crosses it** near 1,000 tokens: one key of thousands is a small part of the mixture, smaller than what rounding alone may do. A bfloat16 test of
 # a long history would pass a kernel that loses a key. So faults are hunted in float32, on short histories,
 # with poison, and 16-bit tests only ask whether the dtype is handled at all.
 #
@@ -367,10 +368,10 @@ assert answer.text.startswith(" Paris")
 #
 # ## Tomorrow
 #
-# The target stands, but nothing in the model's own path aims at it. Day 19 adds one branch to attention,
+# The target stands, but in *your* attention nothing calls it yet. Day 19 adds one branch to attention,
 # and lets the cache attend by itself.
 #
 # **In one paragraph.** We wrote attention over scattered memory in the plainest way there is: gather by
-# slot, then the sum of Day 6. It equals that sum to the last bit on every shape, and NaN in every other
+# slot, then the sum of Day 6. It is byte-equal to that sum on every shape, and NaN in every other
 # slot cannot touch it. Then we measured how far right answers and wrong ones lie from it, and drew the
 # line between them once, in one file, for every kernel to come.

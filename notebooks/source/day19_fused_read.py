@@ -274,9 +274,9 @@ for name, steps in (("prefill, then decode", (14, *[1] * 6)), ("chunks", (7, 16,
         pool.allocator.free(neighbour.pop())
 
 # %% [markdown]
-# Not close: equal. The oracle gathers the very keys that the strip holds and does the very same sum, so no
-# bit has a reason to differ. Remember this on Day 25, when a kernel adds in another order and the word
-# has to become *close*: the equality belonged to the oracle, not to paging.
+# Not close: **byte-equal**. The reference gathers the very keys that the strip holds and does the very
+# same sum, so no bit has a reason to differ. Remember this on Day 25, when a kernel adds in another order and the word
+# has to become *close*: the equality belonged to the reference, not to paging.
 #
 # ## A paged engine
 #
@@ -415,8 +415,8 @@ ax.set(ylim=(0, 1.15 * max(*ms["paged"], *ms["naive"])), xlim=(52, 1_700), xtick
 fig
 
 # %% [markdown]
-# Slower. That is no slip of the measurement: a gather is a copy of the whole history in every layer, and
-# it grows with the text, where the strip copies nothing. Paging bought memory (Day 14 counted how much),
+# Slower, on the machine where this ran. That is no slip of the measurement: a gather is a copy of the whole
+# history in every layer, and it grows with the text, where the strip copies nothing. Paging bought memory (Day 14 counted how much),
 # and for now it is paid for in time. The word *fused* is a promise today. It names what the method
 # **may** do, since nobody outside it sees the history any more. Tomorrow this price gets a number of its
 # own, and Week 6 brings the kernel that is to lower it.

@@ -48,13 +48,13 @@ today.picture("gather-against-fused")
 # be changed after it. Taken later, it is always a little worse than it was, because by then somebody
 # wants to look good.
 #
-# Day 13's rules hold: correct first, take turns, know the roof. Two are new, since a read is a thousand
-# times shorter than a token. **Read from memory**, not from the processor's cache: a layer that was read
-# a moment ago may still lie there, and then a clock measures the wrong thing. And **compare to the last
-# bit**: two paths that do the same sum have no excuse to differ.
+# Day 13's rules hold: correct first, take turns, know the roof. Two are new, since a read is a hundred
+# times shorter than a token, or more. **Read from memory**, not from the processor's cache: a
+# layer that was read a moment ago may still lie there, and then a clock measures the wrong thing. (Long
+# histories cannot wait there; short ones may.) And **compare to the last bit**: two paths that do the same sum have no excuse to differ.
 
 # %%
-today.glossary("baseline", "sweep", "memory traffic", "roof", "bandwidth", "warm-up", "interleaved")
+today.glossary("baseline", "sweep", "memory traffic", "roof", "bandwidth", "interleaved")
 
 # %% [markdown]
 # ## What has to move
@@ -62,9 +62,11 @@ today.glossary("baseline", "sweep", "memory traffic", "roof", "bandwidth", "warm
 # One new token asks, in one layer. To answer, attention reads the keys and values of the history:
 #
 # - **in place**, each number is read once, where it lies;
-# - **gathered**, each is read from the pool, written into a copy, and read from the copy.
+# - **gathered**, each is copied twice, and a copy is a read and a write: `pool[layer][slots]` puts the
+#   tokens in order, `.transpose(0, 1).contiguous()` turns them to lie head by head. Then attention reads.
 #
-# The picture above shows both. Everything else (the query, the scores, the output) is small beside it.
+# That is a **memory traffic** of five to one; a kernel needs the one. The picture above shows both. Everything
+# else (the query, the scores, the output) is small beside it.
 #
 # ## Your turn: `bytes_of_a_read`
 #
@@ -92,7 +94,7 @@ def bytes_of_a_read(config: ModelConfig, history: int, dtype: torch.dtype, gathe
     """The bytes that one layer's attention moves to read the keys and values of `history` tokens:
     where they lie, or, gathered, through a copy of them."""
     once = 2 * history * config.n_kv * config.head_dim * dtype.itemsize
-    return 3 * once if gathered else once
+    return 5 * once if gathered else once
 
 
 # %% [markdown]
@@ -165,7 +167,7 @@ def read_benchmark(
 
     "gather" copies the history out of the pool and attends; "fused" is the cache's own read. They
     must agree to the last bit, or WrongAnswer is raised and no time is given. Each round reads the
-    next layer, and another for each path, so that no history waits in the processor's cache.
+    next layer, and another for each path, so that a long history never waits in the processor's cache.
     """
     rows = []
     for history in histories:
@@ -215,7 +217,7 @@ def scattered_cache(
 
 # %% [markdown]
 # `bytes` counts what no path can avoid, the history once, for both paths alike. So bytes per second is a
-# speed at which the **useful** bytes came, and a path that moves each of them three times cannot hide it.
+# speed at which the **useful** bytes came, and a path that moves each of them five times cannot hide it.
 # It is your count, for a read in place:
 
 # %%
@@ -345,19 +347,24 @@ fig
 # NBVAL_IGNORE_OUTPUT
 cache, step = scattered_cache(LLAMA_1B, 4_096)
 copies = [cache.append(i, step["k"], step["v"]) for i in range(LLAMA_1B.num_layers - 1)]
-layers = cycle(range(len(copies)))
+turn = {part: cycle(range(len(copies))) for part in ("copy", "attend", "both")}  # its own for each
+for _ in range(5):
+    next(turn["attend"])  # and apart, so that no part finds what another has just read
+for _ in range(10):
+    next(turn["both"])
 
 
 def copy():
-    return cache.append(next(layers), step["k"], step["v"])
+    return cache.append(next(turn["copy"]), step["k"], step["v"])
 
 
 def attend():
-    return sdpa(step["q"], *copies[next(layers)])
+    return sdpa(step["q"], *copies[next(turn["attend"])])
 
 
 def both():
-    return cache.paged_attention(next(layers), step["k"], step["v"], step["q"], LLAMA_1B.n_rep)
+    layer = next(turn["both"])
+    return cache.paged_attention(layer, step["k"], step["v"], step["q"], LLAMA_1B.n_rep)
 
 
 parts = median_times({"copy": copy, "attend": attend, "both": both}, rounds=20, warmup=2)
@@ -386,7 +393,10 @@ fig
 # %% [markdown]
 # The copy is the larger part of the read on the machine where this ran, and a kernel does without it.
 # What it must still do is the third bar or something like it, and nothing can be shorter than the last.
-# So here is the wall, with both numbers on it: what a read costs today, and what it cannot cost less than.
+# The parts do not add up to the whole: right after a copy, attention finds the history near the processor.
+#
+# The bars are a breakdown. The number for the wall is the **sweep**'s, at 4,096 tokens, and beside it the
+# floor: what a read costs today, and what it cannot cost less than.
 #
 # What the plots do not show: one sequence, one thread count, float32, a CPU. With 64 sequences at once
 # the operations are larger and the start-up costs shared. On a GPU the floor lies a hundred times lower,
@@ -401,7 +411,7 @@ fig
 #
 # 1. **Take the baseline before the work,** with a benchmark that you will not touch afterwards.
 # 2. **A new name is not a new speed.** The fused read does the same sum today, and the clock says so.
-# 3. **Count what moves.** A copy makes three trips of one; the bytes say what a kernel can win, before
+# 3. **Count what moves.** Two copies make five trips of one; the bytes say what a kernel can win, before
 #    anybody has written it.
 #
 # ## The week in questions
@@ -419,5 +429,5 @@ today.review()
 #
 # **In one paragraph.** We timed one layer's read over scattered blocks, from 16 to 4,096 tokens, after
 # comparing both ways in every bit. Gathering first and the cache's own read take the same time, since
-# inside they are the same; both reach a fraction of what the memory could give. The copy moves every byte
-# three times instead of once. That, and a dozen small operations, is what a kernel can win.
+# inside they are the same; both reach a fraction of what the memory could give. The copies move every
+# byte five times instead of once. That, and a dozen small operations, is what a kernel can win.

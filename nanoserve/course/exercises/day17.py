@@ -410,7 +410,7 @@ REVIEW = (
     ),
     (
         "Day 17. Why NaN and not zero for what is freed?",
-        "A zero key gets a score of 0, and so a share of the softmax: the answer is a little off "
+        "A zero key gets a score of 0, and so a share of the softmax: the answer is off, "
         "and finite. NaN spoils every sum it enters, so one stale read spoils the logits.",
     ),
     (
