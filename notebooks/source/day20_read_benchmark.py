@@ -167,7 +167,7 @@ def read_benchmark(
 
     "gather" copies the history out of the pool and attends; "fused" is the cache's own read. They
     must agree to the last bit, or WrongAnswer is raised and no time is given. Each round reads the
-    next layer, and another for each path, so that a long history never waits in the processor's cache.
+    next layer, and another for each path: a long history never waits in the processor's cache.
     """
     rows = []
     for history in histories:
