@@ -10,8 +10,8 @@ ATOL, RTOL = 1e-5, 1e-4  # how far a float32 backend may be from the oracle
 def tolerance(dtype: torch.dtype) -> tuple[float, float]:
     """(atol, rtol) for a backend's output in dtype, against the oracle on the same inputs.
 
-    In float16 and bfloat16 the oracle rounds its weights to the dtype and a kernel need not: two
-    units of the dtype's precision, of a value of order 1 and relative.
+    In float16 and bfloat16 the oracle rounds its scaled queries, scores and weights to the dtype
+    and a kernel need not: two units of the dtype's precision, of a value of order 1 and relative.
     """
     if dtype == torch.float32:
         return ATOL, RTOL

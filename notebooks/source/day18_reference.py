@@ -133,8 +133,8 @@ ATOL, RTOL = 1e-5, 1e-4  # how far a float32 backend may be from the oracle
 def tolerance(dtype: torch.dtype) -> tuple[float, float]:
     """(atol, rtol) for a backend's output in dtype, against the oracle on the same inputs.
 
-    In float16 and bfloat16 the oracle rounds its weights to the dtype and a kernel need not: two
-    units of the dtype's precision, of a value of order 1 and relative.
+    In float16 and bfloat16 the oracle rounds its scaled queries, scores and weights to the dtype
+    and a kernel need not: two units of the dtype's precision, of a value of order 1 and relative.
     """
     if dtype == torch.float32:
         return ATOL, RTOL
@@ -258,8 +258,8 @@ print("all", len(reads), "reads within", ATOL, "+", RTOL, "of the value")
 # - **ATOL** is for values near 0, which come from large ones that cancel. There a relative bound would
 #   ask for digits that nobody has. The outputs are mixtures of values of size 1: $10^{-5}$.
 # - **16 bits.** bfloat16 has 3 digits. One unit of its precision, `eps`, is the distance from 1 to the
-#   next number. The oracle rounds its weights to the dtype on the way, and a kernel need not; so two units,
-#   both absolute and relative.
+#   next number. The oracle rounds queries, scores and weights to the dtype on the way, and a kernel
+#   need not; so two units, both absolute and relative.
 
 # %%
 for dtype in (torch.float32, torch.float16, torch.bfloat16):
