@@ -1,0 +1,236 @@
+"""Which engine runs the kernel here, what is refused before it starts, and the launch."""
+
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+
+import torch
+
+from nanoserve.kernels import tlsim
+from nanoserve.kernels.paged_attention import paged_attention_kernel
+from nanoserve.kernels.reference import paged_attention_reference
+
+BACKENDS = ("triton", "tlsim", "reference")
+LEAST_CAPABILITY = (7, 5)  # a T4: older cards Triton does not support
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def has_triton() -> bool:
+    """Whether Triton can be imported here: it is made for Linux alone."""
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def select_backend(device: torch.device | str) -> str:
+    """ "triton" for tensors on a card that Triton compiles for, "tlsim" anywhere else.
+
+    use_backend and NANOSERVE_BACKEND override it; then "reference" is a third answer. Raises
+    ValueError for an override that is none of BACKENDS, or that cannot run on the device.
+    """
+    device = torch.device(device)
+    override = _override.get() or os.environ.get("NANOSERVE_BACKEND")
+    if override:
+        _check_name(override)
+        if override == "triton" and (reason := why_not_triton(device)):
+            raise ValueError(f'the backend "triton" cannot run on {device}: {reason}')
+        return override
+    if device.type != "cuda":
+        return "tlsim"
+    reason = why_not_triton(device)
+    if reason is None:
+        return "triton"
+    _pass_over(torch.cuda.get_device_name(device), reason)
+    return "tlsim"
+
+
+def why_not_triton(device: torch.device) -> str | None:
+    """What keeps Triton from running on a device, or None."""
+    if not has_triton():
+        return "Triton cannot be imported"
+    if type(paged_attention_kernel).__name__ == "InterpretedFunction":
+        return None  # TRITON_INTERPRET=1 was set: Triton's interpreter runs anywhere
+    if device.type != "cuda":
+        return "it is no CUDA card, and TRITON_INTERPRET=1 was not set before Triton was imported"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < LEAST_CAPABILITY:
+        has, needs = (".".join(map(str, pair)) for pair in (capability, LEAST_CAPABILITY))
+        return f"its compute capability is {has}, and Triton needs {needs}"
+    return None
+
+
+@contextmanager
+def use_backend(name: str) -> Iterator[None]:
+    """Run all paged attention within by one backend of BACKENDS, for experiments."""
+    _check_name(name)
+    token = _override.set(name)
+    try:
+        yield
+    finally:
+        _override.reset(token)
+
+
+_override: ContextVar[str | None] = ContextVar("backend", default=None)
+
+
+def _check_name(name: str) -> None:
+    if name not in BACKENDS:
+        raise ValueError(f"there is no backend {name!r}: the backends are {', '.join(BACKENDS)}")
+
+
+@cache
+def _pass_over(card: str, reason: str) -> None:
+    """One warning per card: a @cache'd function runs once for the same arguments."""
+    warnings.warn(f"tlsim takes the place of Triton on {card}: {reason}", stacklevel=3)
+
+
+def check_read(
+    q: torch.Tensor,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    n_rep: int,
+    check_slots: bool | None = None,
+) -> None:
+    """Refuse, with a ValueError that names it, what a kernel would turn into plausible numbers.
+
+    The slots themselves are read on the CPU alone, since reading them on a card would wait for it;
+    `check_slots`, or NANOSERVE_CHECK_SLOTS=1, asks for it there too.
+    """
+    if q.dim() != 4 or q.shape[0] != 1:
+        raise ValueError(f"q must be [1, n_q, seq_q, head_dim], got {list(q.shape)}")
+    _, n_q, seq_q, head_dim = q.shape
+    for name, pool in (("k_pool", k_pool), ("v_pool", v_pool)):
+        if pool.dim() != 3 or pool.shape[2] != head_dim:
+            raise ValueError(
+                f"{name} must be [num_slots, n_kv, {head_dim}] as q's head_dim is {head_dim}, got "
+                f"{list(pool.shape)}"
+            )
+    if k_pool.shape != v_pool.shape:
+        raise ValueError(f"k_pool is {list(k_pool.shape)} and v_pool {list(v_pool.shape)}")
+    num_slots, n_kv, _ = k_pool.shape
+    if n_q != n_kv * n_rep:
+        raise ValueError(f"n_rep {n_rep} does not fit {n_q} query heads and {n_kv} KV heads")
+    if slot_mapping.dim() != 1 or slot_mapping.dtype not in (torch.int64, torch.int32):
+        raise ValueError(
+            "slot_mapping must be integers [seq_total], got "
+            f"{slot_mapping.dtype} {list(slot_mapping.shape)}"
+        )
+    seq_total = len(slot_mapping)
+    if not 1 <= seq_q <= seq_total:
+        raise ValueError(f"q has {seq_q} positions and slot_mapping {seq_total}, theirs included")
+    for name, x in (("q", q), ("k_pool", k_pool), ("v_pool", v_pool)):
+        if x.dtype not in DTYPES or x.dtype != q.dtype:
+            raise ValueError(
+                f"{name} is {x.dtype} and q {q.dtype}: one of float32, float16, bfloat16"
+            )
+        if x.stride(-1) != 1:
+            raise ValueError(f"{name}'s head_dim must be contiguous, its stride is {x.stride(-1)}")
+    for name, x in (("k_pool", k_pool), ("v_pool", v_pool), ("slot_mapping", slot_mapping)):
+        if x.device != q.device:
+            raise ValueError(f"{name} lies on {x.device} and q on {q.device}")
+    if check_slots is None:
+        check_slots = q.device.type == "cpu" or os.environ.get("NANOSERVE_CHECK_SLOTS") == "1"
+    if check_slots:
+        low, high = (int(slot) for slot in slot_mapping.aminmax())
+        if low < 0 or high >= num_slots:
+            wrong = low if low < 0 else high
+            raise ValueError(f"slot_mapping names slot {wrong}, and the pools have {num_slots}")
+
+
+def launch(
+    kernel: object,
+    q: torch.Tensor,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    n_rep: int,
+    scale: float | None = None,
+    tile: int = 64,
+) -> torch.Tensor:
+    """Launch paged_attention_kernel, as Triton or tlsim made it, over queries and heads.
+
+    Arguments and result as for paged_attention_reference; `tile` keys per turn, a power of two.
+    """
+    _, n_q, seq_q, head_dim = q.shape
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    kernel[(seq_q, n_q)](
+        q,
+        k_pool,
+        v_pool,
+        slot_mapping,
+        out,
+        head_dim**-0.5 if scale is None else float(scale),
+        seq_q,
+        len(slot_mapping),
+        *q.stride()[1:3],
+        *k_pool.stride()[:2],
+        *v_pool.stride()[:2],
+        *out.stride()[1:3],
+        N_REP=n_rep,
+        HEAD_DIM=head_dim,
+        BLOCK_D=tlsim.next_power_of_2(head_dim),
+        TILE=tile,
+    )
+    return out
+
+
+def paged_attention_triton(
+    q: torch.Tensor,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    n_rep: int,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """The kernel as Triton compiles it (or interprets it, under TRITON_INTERPRET=1)."""
+    check_read(q, k_pool, v_pool, slot_mapping, n_rep)
+    with torch.cuda.device_of(q):
+        return launch(paged_attention_kernel, q, k_pool, v_pool, slot_mapping, n_rep, scale)
+
+
+def paged_attention_tlsim(
+    q: torch.Tensor,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    n_rep: int,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """The same kernel under tlsim, its checks off: they are for those who write kernels."""
+    check_read(q, k_pool, v_pool, slot_mapping, n_rep)
+    programs = min(q.shape[1] * q.shape[2], 512)
+    tile = tlsim.next_power_of_2(min(len(slot_mapping), 512, LANES // programs))
+    with tlsim.options(checks=False, wave=512):
+        return launch(_SIMULATED, q, k_pool, v_pool, slot_mapping, n_rep, scale, tile)
+
+
+_SIMULATED = tlsim.jit(paged_attention_kernel)
+LANES = 1 << 15  # keys in the tiles of all programs that run side by side: what a cache holds
+
+
+def paged_attention_dispatch(
+    q: torch.Tensor,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    n_rep: int,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Attention through a slot mapping, by whatever select_backend finds for q's device.
+
+    Arguments and result as for paged_attention_reference, whose tolerance every backend keeps.
+    Raises ValueError for what check_read refuses.
+    """
+    backend = select_backend(q.device)
+    if backend == "triton":
+        return paged_attention_triton(q, k_pool, v_pool, slot_mapping, n_rep, scale)
+    if backend == "tlsim":
+        return paged_attention_tlsim(q, k_pool, v_pool, slot_mapping, n_rep, scale)
+    check_read(q, k_pool, v_pool, slot_mapping, n_rep)
+    return paged_attention_reference(q, k_pool, v_pool, slot_mapping, n_rep, scale)

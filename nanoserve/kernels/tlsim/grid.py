@@ -1,0 +1,98 @@
+"""The programs that run together, and how they say what went wrong."""
+
+import linecache
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+
+class KernelError(ValueError):
+    """A kernel broke a rule of Triton's or left its memory; the message says where."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How kernels are run.
+
+    order   "lockstep": all programs side by side; "serial": one by one, in an order drawn by `seed`
+    checks  whether loads and stores are held to their buffers, and stores to one program each
+    poison  whether reading a NaN is an error too
+    wave    how many programs run side by side at most: a bound on memory, nothing else
+    """
+
+    order: str = "lockstep"
+    checks: bool = True
+    poison: bool = False
+    seed: int = 0
+    wave: int = 1024
+
+    def __post_init__(self) -> None:
+        if self.order not in ("lockstep", "serial"):
+            raise ValueError(f'order must be "lockstep" or "serial", got {self.order!r}')
+        if self.wave < 1:
+            raise ValueError(f"wave must be at least 1, got {self.wave}")
+
+
+@dataclass
+class Wave:
+    """Programs that run side by side: a part of the grid, whose axes x, y, z lead all values."""
+
+    grid: tuple[int, int, int]
+    ids: tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # int32 [x, 1, 1], [1, y, 1], [1, 1, z]
+    options: Options
+    writers: dict[int, torch.Tensor]  # the program that stored to each element, by buffer
+    active: torch.Tensor | None = None  # [x, y, z], those whose loop goes on; None is all
+
+    @property
+    def programs(self) -> torch.Tensor:
+        """The programs' numbers in the grid, its axis 0 the fastest: int64 [x, y, z]."""
+        x, y, z = (ids.long() for ids in self.ids)
+        return x + self.grid[0] * (y + self.grid[1] * z)
+
+
+_options: ContextVar[Options] = ContextVar("options")
+_wave: ContextVar[Wave] = ContextVar("wave")
+
+
+@contextmanager
+def options(**changes: object) -> Iterator[Options]:
+    """Run the kernels launched within by other Options, named as there."""
+    token = _options.set(replace(_options.get(Options()), **changes))
+    try:
+        yield _options.get()
+    finally:
+        _options.reset(token)
+
+
+def current() -> Wave:
+    """The programs that are running. Raises KernelError outside a kernel."""
+    wave = _wave.get(None)
+    if wave is None:
+        raise KernelError("this belongs in a kernel: launch one with kernel[grid](...)")
+    return wave
+
+
+def kernel_line() -> tuple[str, int]:
+    """The file and line of the kernel that is being run: the innermost frame that tlsim built."""
+    frame = sys._getframe(1)
+    while frame and "__tlsim__" not in frame.f_globals:
+        frame = frame.f_back
+    return (frame.f_code.co_filename, frame.f_lineno) if frame else ("no kernel", 0)
+
+
+def fault(what: str, program: int | None = None, lane: tuple[int, ...] = ()) -> KernelError:
+    """The error of a program (its number in the grid) and a lane, with the line they were at."""
+    file, line = kernel_line()
+    where = f"{Path(file).name}, line {line}"
+    if program is not None:
+        x, y, z = current().grid
+        place = (program % x, program // x % y, program // (x * y))
+        where += f", program {place[: 3 if z > 1 else 2 if y > 1 else 1]}"
+    if lane:
+        where += f", lane {list(lane)}"
+    return KernelError(f"{where}: {what}\n    {linecache.getline(file, line).strip()}".rstrip())

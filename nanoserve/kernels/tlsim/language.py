@@ -1,0 +1,201 @@
+"""triton.language: what a kernel may say. tlsim puts this module where a kernel has `tl`."""
+
+import builtins
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from nanoserve.kernels.tlsim.grid import current, fault
+from nanoserve.kernels.tlsim.loops import Range
+from nanoserve.kernels.tlsim.memory import atomic_add, load, store  # noqa: F401
+from nanoserve.kernels.tlsim.values import Operand, Value, as_value, combine, joint_shape, spread
+
+int1, int8, int16, int32, int64 = torch.bool, torch.int8, torch.int16, torch.int32, torch.int64
+uint8, float16, bfloat16 = torch.uint8, torch.float16, torch.bfloat16
+float32, float64 = torch.float32, torch.float64
+
+range, static_range = Range, builtins.range
+
+
+class constexpr:
+    """Marks a parameter that is known when the kernel is compiled, or wraps such a global."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def program_id(axis: int) -> Value:
+    """Which program this is, along an axis of the grid: int32."""
+    return Value(current().ids[axis])
+
+
+def num_programs(axis: int) -> Value:
+    """How many programs the grid has along an axis: int32."""
+    return as_value(current().grid[axis])
+
+
+def arange(start: int, end: int) -> Value:
+    """start, start + 1, ... end - 1: an int32 block whose length is a power of two."""
+    if not (isinstance(start, int) and isinstance(end, int)):
+        raise fault("the bounds of tl.arange are tl.constexpr: they are compiled into the program")
+    (length,) = _block_shape(end - start)
+    return Value(as_value(start).data[..., None], (length,), ramp=length > 1)
+
+
+def full(shape: tuple[int, ...], value: Operand, dtype: torch.dtype) -> Value:
+    """A block that is `value` in every lane."""
+    shape = _block_shape(*shape)
+    return Value(spread(as_value(value).data, len(shape)).to(dtype), shape)
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Value:
+    """A block of zeros."""
+    return full(shape, 0, dtype)
+
+
+def _block_shape(*shape: Any) -> tuple[int, ...]:
+    """The shape of a block, by Triton's rules: constants that are powers of two."""
+    for size in shape:
+        if not isinstance(size, int):
+            raise fault("the shape of a block is tl.constexpr: it is compiled into the program")
+        if size < 1 or size & (size - 1):
+            raise fault(f"the sizes of a block are powers of two, and {size} is none")
+    return shape
+
+
+def reshape(x: Value, shape: tuple[int, ...]) -> Value:
+    """The same lanes, in row-major order, in another shape."""
+    shape = _block_shape(*shape)
+    if torch.Size(shape).numel() != torch.Size(x.shape).numel():
+        raise fault(f"a block of shape {list(x.shape)} has not as many lanes as {list(shape)}")
+    return Value(x.whole.reshape(*x.data.shape[:3], *shape), shape, x.buffer)
+
+
+def broadcast_to(x: Operand, shape: tuple[int, ...]) -> Value:
+    """The same lanes repeated along axes of size 1."""
+    shape, x = _block_shape(*shape), as_value(x)
+    if joint_shape(x.shape, shape) != shape:
+        raise fault(f"a block of shape {list(x.shape)} does not broadcast to {list(shape)}")
+    return Value(spread(x.lanes, len(shape)), shape, x.buffer)
+
+
+def expand_dims(x: Value, axis: int) -> Value:
+    """x with a new axis of size 1."""
+    index = [slice(None)] * len(x.shape)
+    index.insert(axis % (len(x.shape) + 1), None)
+    return x[tuple(index)]
+
+
+def trans(x: Value) -> Value:
+    """x with its last two axes exchanged."""
+    return x.T
+
+
+def where(condition: Operand, x: Operand, y: Operand) -> Value:
+    """x where the condition is true, else y. Both are computed either way."""
+    if not isinstance(x, Value) and not isinstance(y, Value):
+        x, y = as_value(x), as_value(y)
+    return combine(torch.where, as_value(condition).to(torch.bool), x, y)
+
+
+def maximum(x: Operand, y: Operand) -> Value:
+    """The larger one; a number beats NaN."""
+    return combine(torch.fmax, _full_width(as_value(x), 1), _full_width(as_value(y), 1))
+
+
+def minimum(x: Operand, y: Operand) -> Value:
+    """The smaller one; a number beats NaN."""
+    return combine(torch.fmin, _full_width(as_value(x), 1), _full_width(as_value(y), 1))
+
+
+def abs(x: Operand) -> Value:
+    """The size without the sign."""
+    return combine(torch.abs, x)
+
+
+def _function(op: Callable[[torch.Tensor], torch.Tensor], what: str) -> Callable[[Operand], Value]:
+    """A function of single lanes that Triton has for float32 and float64 alone."""
+
+    def apply(x: Operand) -> Value:
+        if (x := as_value(x)).dtype not in (torch.float32, torch.float64):
+            raise fault(f"{what} is for float32 and float64, not {x.dtype}: cast with .to first")
+        return combine(op, x)
+
+    apply.__doc__ = f"{what}, lane by lane."
+    return apply
+
+
+exp, exp2 = _function(torch.exp, "e to the power x"), _function(torch.exp2, "2 to the power x")
+log, log2 = _function(torch.log, "the natural logarithm"), _function(torch.log2, "log to base 2")
+sqrt, rsqrt = _function(torch.sqrt, "the square root"), _function(torch.rsqrt, "1 / sqrt(x)")
+floor, ceil = _function(torch.floor, "rounding down"), _function(torch.ceil, "rounding up")
+sigmoid = _function(torch.sigmoid, "1 / (1 + exp(-x))")
+
+
+def cdiv(x: Operand, y: Operand) -> Operand:
+    """x / y, rounded up, for positive integers."""
+    return (x + y - 1) // y
+
+
+def sum(x: Value, axis: int | None = None, keep_dims: bool = False) -> Value:
+    """The sum over an axis, or over all; narrow integers are summed in 32 bits."""
+    x = x if x.dtype.is_floating_point else _full_width(x)
+    return _reduce(x.summed, x.shape, axis, keep_dims)
+
+
+def max(x: Value, axis: int | None = None, keep_dims: bool = False) -> Value:
+    """The largest lane along an axis, or of all, in 32 bits at least."""
+    return _reduce(_full_width(x).whole.amax, x.shape, axis, keep_dims)
+
+
+def min(x: Value, axis: int | None = None, keep_dims: bool = False) -> Value:
+    """The smallest lane along an axis, or of all, in 32 bits at least."""
+    return _reduce(_full_width(x).whole.amin, x.shape, axis, keep_dims)
+
+
+def _full_width(x: Value, bfloat16_only: bool = False) -> Value:
+    """Triton reduces in 32 bits at least, and does bfloat16's comparisons in float32."""
+    if x.dtype.itemsize >= 4 or (bfloat16_only and x.dtype != torch.bfloat16):
+        return x
+    return x.to(torch.float32 if x.dtype.is_floating_point else torch.int32)
+
+
+def _reduce(op: Callable, shape: tuple[int, ...], axis: int | None, keep_dims: bool) -> Value:
+    rank = len(shape)
+    if not rank or not (axis is None or -rank <= axis < rank):
+        raise fault(f"a block of shape {list(shape)} has no axis {axis}")
+    axes = tuple(builtins.range(rank)) if axis is None else (axis % rank,)
+    out = Value(op([3 + i for i in axes]), tuple(n for i, n in enumerate(shape) if i not in axes))
+    for i in axes if keep_dims else ():
+        out = expand_dims(out, i)
+    return out
+
+
+def dot(
+    a: Value,
+    b: Value,
+    acc: Value | None = None,
+    input_precision: str | None = None,
+    allow_tf32: bool | None = None,
+    out_dtype: torch.dtype = torch.float32,
+) -> Value:
+    """The matrix product of blocks [.., m, k] and [.., k, n], plus acc, summed in float32.
+
+    On a card float32 operands are rounded to TF32 unless input_precision="ieee"; never here.
+    """
+    if a.dtype != b.dtype:
+        raise fault(f"tl.dot wants operands of one dtype, got {a.dtype} and {b.dtype}")
+    if len(a.shape) != len(b.shape) or len(a.shape) < 2 or a.shape[-1] != b.shape[-2]:
+        raise fault(f"tl.dot cannot multiply {list(a.shape)} by {list(b.shape)}")
+    if a.shape[-1] < (least := 32 if a.dtype.itemsize == 1 else 16):
+        raise fault(f"tl.dot sums over {least} lanes at least, as tensor cores do: {a.shape[-1]}")
+    wide = torch.promote_types(a.dtype, torch.float32 if a.dtype.is_floating_point else torch.int32)
+    product = torch.matmul(a.whole.to(wide), b.whole.to(wide))
+    product = product.to(out_dtype) if wide.is_floating_point else product
+    out = Value(product, (*a.shape[:-1], b.shape[-1]))
+    return out if acc is None else out + acc
+
+
+def __getattr__(name: str) -> Any:
+    raise AttributeError(f"tlsim has no tl.{name}: it speaks what the course needs of Triton")

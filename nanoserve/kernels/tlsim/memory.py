@@ -1,0 +1,187 @@
+"""Loads and stores: through masks, checked lane by lane, and recorded where a trace is on."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+import torch
+
+from nanoserve.kernels.tlsim.grid import current, fault, kernel_line
+from nanoserve.kernels.tlsim.values import Operand, Value, as_value, joint_shape, spread
+
+
+def load(pointer: Value, mask: Operand | None = None, other: Operand | None = None, **_) -> Value:
+    """tl.load: what lies at the pointers, for lanes whose mask is true; `other` for the rest.
+
+    Without `other` those hold nothing one may rely on: NaN here, where the dtype has it. Where the
+    last axis is a ramp, rows are read whole. Hints about caches are taken and ignored.
+    """
+    mask, live = _access("load", pointer, mask)
+    flat, first = pointer.buffer.flat, pointer.data
+    width = pointer.shape[-1] if pointer.ramp else 1
+    if pointer.ramp and first.min() >= 0 and first.max() <= len(flat) - width:
+        data = flat.unfold(0, width, 1)[first.squeeze(-1)]  # every window of `width`, by its start
+    elif len(flat):  # lanes that do not take part may point anywhere
+        data = flat[pointer.lanes.clamp(0, len(flat) - 1)]
+    else:
+        data = flat.new_zeros(())
+    if mask is not None:
+        if other is None:
+            other = torch.nan if flat.is_floating_point() else 0
+        data = torch.where(mask, data, _lanes_for(pointer, other, "a value").to(flat.dtype))
+    if current().options.poison and flat.is_floating_point():
+        stale = data.isnan() if live is None else data.isnan() & live
+        _refuse(stale, pointer, "reads a NaN, so a slot that nobody owns,")
+    return Value(data, pointer.shape)
+
+
+def store(pointer: Value, value: Operand, mask: Operand | None = None, **_) -> None:
+    """tl.store: put value's lanes where the pointers point, for lanes whose mask is true."""
+    _write("store", pointer, value, mask)
+
+
+def atomic_add(pointer: Value, value: Operand, mask: Operand | None = None, **_) -> None:
+    """tl.atomic_add: add to memory, where other lanes and programs may add as well.
+
+    Triton gives the old values back; they depend on the order of programs, so tlsim does not.
+    """
+    _write("atomic_add", pointer, value, mask)
+
+
+def _write(kind: str, pointer: Value, value: Operand, mask: Operand | None) -> None:
+    offsets, live = _everywhere(pointer, _access(kind, pointer, mask)[1])
+    flat, data = pointer.buffer.flat, _lanes_for(pointer, value, "a value")
+    data = data.to(flat.dtype).expand(offsets.shape)[live]
+    flat.index_put_((offsets[live],), data, accumulate=kind == "atomic_add")
+
+
+def _lanes_for(pointer: Value, x: Operand, what: str) -> torch.Tensor:
+    """x's lanes, ready to broadcast to those of the pointer."""
+    x = as_value(x)
+    if joint_shape(x.shape, pointer.shape) != pointer.shape:
+        raise fault(f"{what} of shape {list(x.shape)} for {list(pointer.shape)} pointers")
+    return spread(x.lanes, len(pointer.shape))
+
+
+def _everywhere(pointer: Value, live: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Offsets and mask written out for every lane of every program: [x, y, z, *shape]."""
+    shape = (*current().programs.shape, *pointer.shape)
+    live = pointer.data.new_ones((), dtype=torch.bool) if live is None else live
+    return pointer.lanes.expand(shape), live.expand(shape)
+
+
+def _access(
+    kind: str, pointer: Value, mask: Operand | None
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The mask, and the lanes that take part: those of it in programs still active. None is all."""
+    if not isinstance(pointer, Value) or not pointer.buffer:
+        raise fault(f"tl.{kind} wants pointers, got {getattr(pointer, 'dtype', pointer)}")
+    wave, trace = current(), _trace.get()
+    mask = None if mask is None else _lanes_for(pointer, mask, "a mask").bool()
+    if mask is not None and mask.numel() == 1 and bool(mask):
+        mask = None
+    live = mask
+    if wave.active is not None:
+        active = spread(wave.active, len(pointer.shape))
+        live = active if mask is None else mask & active
+    if wave.options.checks:
+        _check(kind, pointer, live)
+    if trace is not None:
+        trace.record(kind, pointer, live)
+    return mask, live
+
+
+def _check(kind: str, pointer: Value, live: torch.Tensor | None) -> None:
+    """The sanitizer: offsets inside the buffer; no address stored to by two programs."""
+    flat, wave = pointer.buffer.flat, current()
+    outside = (pointer.lanes < 0) | (pointer.lanes >= len(flat))
+    _refuse(outside if live is None else outside & live, pointer, f"{kind}s outside")
+    if kind == "store":
+        if flat.data_ptr() not in wave.writers:
+            wave.writers[flat.data_ptr()] = torch.full_like(flat, -1, dtype=torch.int64)
+        writers = wave.writers[flat.data_ptr()]
+        offsets, live = _everywhere(pointer, live)
+        mine = spread(wave.programs, len(pointer.shape)).expand(offsets.shape)[live]
+        before = writers[offsets[live]]
+        writers[offsets[live]] = mine
+        clash = torch.zeros_like(live)
+        clash[live] = ((before != -1) & (before != mine)) | (writers[offsets[live]] != mine)
+        _refuse(clash, pointer, "stores where another program has stored,")
+
+
+def _refuse(wrong: torch.Tensor, pointer: Value, deed: str) -> None:
+    """Raise for the first lane that is wrong, if one is."""
+    if wrong.any():
+        offsets, wrong = _everywhere(pointer, wrong)
+        first = tuple(int(i) for i in wrong.nonzero()[0])
+        buffer, program = pointer.buffer, int(current().programs[first[:3]])
+        what = f"{deed} {buffer.name}[{int(offsets[first])}] of {len(buffer.flat)} elements"
+        raise fault(what, program, first[3:])
+
+
+@dataclass(frozen=True)
+class Access:
+    """One load, store or atomic_add of a wave of programs, as a trace keeps it."""
+
+    kind: str
+    name: str  # of the argument
+    line: int
+    itemsize: int
+    programs: torch.Tensor  # [programs], their numbers in the grid
+    offsets: torch.Tensor  # [programs, *shape], in elements
+    live: torch.Tensor  # [programs, *shape], the lanes that took part
+    coalesced: bool  # neighbouring lanes lie side by side, so that rows move whole
+
+    @property
+    def bytes(self) -> int:
+        """What the lanes asked for, counted as often as it was."""
+        return int(self.live.sum()) * self.itemsize
+
+    @property
+    def rows(self) -> int:
+        """The stretches of neighbouring lanes at neighbouring offsets: 1 per row if coalesced."""
+        offsets, live = self.offsets.flatten(0, -2), self.live.flatten(0, -2)
+        joined = live[:, 1:] & live[:, :-1] & (offsets[:, 1:] == offsets[:, :-1] + 1)
+        return int(live.sum() - joined.sum())
+
+    def of(self, program: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(offsets, live) of one program, by its number in the grid, both of the block's shape."""
+        index = int((self.programs == program).nonzero())
+        return self.offsets[index], self.live[index]
+
+
+@dataclass
+class Trace:
+    """What kernels loaded and stored while it was on, in order."""
+
+    accesses: list[Access] = field(default_factory=list)
+
+    def bytes(self, kind: str) -> int:
+        """The bytes that all accesses of a kind asked for."""
+        return sum(access.bytes for access in self.accesses if access.kind == kind)
+
+    def distinct_bytes(self, kind: str, name: str) -> int:
+        """The bytes of one argument that were touched at all: what cannot be avoided."""
+        chosen = [a for a in self.accesses if (a.kind, a.name) == (kind, name)]
+        touched = [a.offsets[a.live] for a in chosen]
+        return len(torch.cat(touched).unique()) * chosen[0].itemsize if chosen else 0
+
+    def record(self, kind: str, pointer: Value, live: torch.Tensor | None) -> None:
+        buffer, coalesced = pointer.buffer, pointer.ramp or not pointer.shape
+        at = (kernel_line()[1], buffer.flat.itemsize, current().programs.flatten())
+        lanes = (x.flatten(0, 2) for x in _everywhere(pointer, live))
+        self.accesses.append(Access(kind, buffer.name, *at, *lanes, coalesced))
+
+
+_trace: ContextVar[Trace | None] = ContextVar("trace", default=None)
+
+
+@contextmanager
+def trace() -> Iterator[Trace]:
+    """Record what the kernels launched within load and store."""
+    token = _trace.set(Trace())
+    try:
+        yield _trace.get()
+    finally:
+        _trace.reset(token)

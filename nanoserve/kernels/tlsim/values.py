@@ -1,0 +1,273 @@
+"""What a kernel computes with: one number or block of numbers per program, all programs at once."""
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nanoserve.kernels.tlsim.grid import current, fault
+
+INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
+HALVES = (torch.float16, torch.bfloat16)
+GRID = (slice(None),) * 3  # the axes x, y and z of the grid
+
+
+class Buffer:
+    """The memory behind a tensor argument: its elements from the first to the last it can reach."""
+
+    def __init__(self, name: str, tensor: torch.Tensor) -> None:
+        last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+        size = last + 1 if tensor.numel() else 0
+        self.name = name
+        self.flat = tensor.detach().as_strided((size,), (1,), tensor.storage_offset())
+
+
+@dataclass(frozen=True)
+class PointerType:
+    """The dtype of a pointer, for `out_ptr.dtype.element_ty`."""
+
+    element_ty: torch.dtype
+
+
+def _operator(op: Callable) -> tuple[Callable, Callable]:
+    """The methods for `value op other` and for `number op value`."""
+    return (lambda a, b: combine(op, a, b)), (lambda a, b: combine(op, b, a))
+
+
+def _comparison(op: Callable) -> Callable:
+    """The method for a comparison. A mask that is true everywhere is held as a single True."""
+
+    def compare(a: "Value", b: "Operand") -> "Value":
+        mask = combine(op, a, b)
+        if mask.shape and bool(mask.data.all()):
+            mask.data = mask.data.new_ones((1,) * mask.data.dim())
+        return mask
+
+    return compare
+
+
+def _division(op: Callable) -> tuple[Callable, Callable]:
+    """The methods for a division by Triton's rules: halves are divided in float32."""
+
+    def divide(a: "Operand", b: "Operand") -> "Value":
+        a, b = (x.to(torch.float32) if getattr(x, "dtype", 0) in HALVES else x for x in (a, b))
+        return combine(lambda x, y: op(*map(torch.as_tensor, (x, y))), a, b)
+
+    return divide, lambda a, b: divide(b, a)
+
+
+def _quotient(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    if a.is_floating_point() or b.is_floating_point():
+        raise fault("// is for integers: use / and tl.floor")
+    return torch.div(a, b, rounding_mode="trunc")  # C's rule, not Python's: -7 // 2 is -3
+
+
+class Value:
+    """A tl.tensor of every program: a number, a block of numbers, or pointers.
+
+    `data` is [x, y, z, *shape], the grid's axes first; an axis of size 1 stands for all places
+    along it, so what is the same in many programs is held, and computed, once. A pointer is a
+    buffer and offsets into it, in elements, never an address. With `ramp`, data holds the first
+    lane of the last axis alone, and lane i is that plus i: contiguous by construction, so a load
+    can read whole rows.
+    """
+
+    __slots__ = ("buffer", "data", "ramp", "shape")
+
+    def __init__(
+        self,
+        data: torch.Tensor,
+        shape: tuple[int, ...] = (),
+        buffer: Buffer | None = None,
+        ramp: bool = False,
+    ) -> None:
+        self.data, self.shape, self.buffer, self.ramp = data, shape, buffer, ramp
+
+    @property
+    def lanes(self) -> torch.Tensor:
+        """data, with the lanes of a ramp written out."""
+        if not self.ramp:
+            return self.data
+        lane = torch.arange(self.shape[-1], dtype=self.data.dtype, device=self.data.device)
+        return self.data + lane
+
+    @property
+    def whole(self) -> torch.Tensor:
+        """[x or 1, y or 1, z or 1, *shape], every lane in its place."""
+        return self.lanes.expand(-1, -1, -1, *self.shape)
+
+    @property
+    def dtype(self) -> torch.dtype | PointerType:
+        return PointerType(self.buffer.flat.dtype) if self.buffer else self.data.dtype
+
+    def summed(self, axes: list[int]) -> torch.Tensor:
+        """The sum over axes of data."""
+        return self.whole.sum(axes, dtype=self.data.dtype)
+
+    @property
+    def T(self) -> "Value":
+        return Value(self.whole.transpose(-2, -1), (*self.shape[:-2], *self.shape[:-3:-1]))
+
+    def to(self, dtype: torch.dtype) -> "Value":
+        """The same numbers in another dtype."""
+        ramp = self.ramp and dtype in INTEGERS
+        return Value((self.data if ramp else self.lanes).to(dtype), self.shape, self.buffer, ramp)
+
+    def __getitem__(self, index: Any) -> "Value":
+        """x[:, None] and the like: new axes of size 1, which is all that Triton can index."""
+        index = index if isinstance(index, tuple) else (index,)
+        if [i for i in index if i is not None] != [slice(None)] * len(self.shape):
+            raise fault(f"a block of shape {list(self.shape)} is indexed by None and : alone")
+        ramp, sizes = self.ramp and index[-1] is not None, iter(self.shape)
+        shape = tuple(1 if i is None else next(sizes) for i in index)
+        data = (self.data if ramp else self.lanes)[(*GRID, *index)]
+        return Value(data, shape, self.buffer, ramp)
+
+    def __bool__(self) -> bool:
+        if self.shape:
+            raise fault("a block is neither true nor false: use tl.where, or &, | and ~ on masks")
+        if self.data.numel() > 1:
+            raise fault(
+                "in lockstep all programs take one path, and this condition depends on the "
+                'program: use a mask, or tlsim.options(order="serial")'
+            )
+        return bool(self.data)
+
+    def __repr__(self) -> str:
+        kind = f"pointer into {self.buffer.name}" if self.buffer else str(self.dtype)[6:]
+        return f"<{list(self.shape)} {kind}>\n{self.lanes}"
+
+    def __add__(self, other: "Operand") -> "Value":
+        if self.ramp or self.buffer:
+            return _shift(self, as_value(other))
+        if isinstance(other, Value) and (other.ramp or other.buffer):
+            return _shift(other, self)
+        return combine(operator.add, self, other)
+
+    __radd__ = __add__
+
+    def __sub__(self, other: "Operand") -> "Value":
+        if self.ramp or self.buffer:
+            return self + -other
+        return combine(operator.sub, self, other)
+
+    def __rsub__(self, other: "Operand") -> "Value":
+        return combine(operator.sub, other, self)
+
+    def __neg__(self) -> "Value":
+        return combine(operator.neg, self)
+
+    def __invert__(self) -> "Value":
+        return combine(operator.invert, self)
+
+    def __mul__(self, other: "Operand") -> "Value":
+        blocks = isinstance(other, Value) and self.shape and other.shape
+        if blocks and self.dtype == other.dtype == torch.float32:
+            return Product(self, other)
+        return combine(operator.mul, self, other)
+
+    __rmul__ = __mul__
+    __truediv__, __rtruediv__ = _division(operator.truediv)
+    __floordiv__, __rfloordiv__ = _division(_quotient)
+    __mod__, __rmod__ = _division(torch.fmod)
+    __and__, __rand__ = _operator(operator.and_)
+    __or__, __ror__ = _operator(operator.or_)
+    __xor__, __rxor__ = _operator(operator.xor)
+    __lshift__, __rlshift__ = _operator(operator.lshift)
+    __rshift__, __rrshift__ = _operator(operator.rshift)
+    __eq__, __ne__ = _comparison(operator.eq), _comparison(operator.ne)
+    __lt__, __le__ = _comparison(operator.lt), _comparison(operator.le)
+    __gt__, __ge__ = _comparison(operator.gt), _comparison(operator.ge)
+
+
+class Product(Value):
+    """a * b in float32, multiplied out when somebody looks. A sum over it need not look: it is
+    what torch calls a matrix product, with the grid's axes among its rows and columns."""
+
+    __slots__ = ("_data", "factors")
+
+    def __init__(self, a: Value, b: Value) -> None:
+        self.shape, self.buffer, self.ramp = joint_shape(a.shape, b.shape), None, False
+        self.factors, self._data = (a, b), None
+
+    @property
+    def data(self) -> torch.Tensor:
+        if self._data is None:
+            self._data = combine(operator.mul, *self.factors).data
+        return self._data
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32
+
+    def summed(self, axes: list[int]) -> torch.Tensor:
+        a, b = (spread(x.lanes, len(self.shape)) for x in self.factors)
+        if any(max(a.shape[i], b.shape[i]) < self.shape[i - 3] for i in axes):
+            return super().summed(axes)
+        every = list(range(a.dim()))
+        return torch.einsum(a, every, b, every, [i for i in every if i not in axes])
+
+
+Operand = Value | int | float | bool
+
+
+def as_value(x: Operand) -> Value:
+    """A number as Triton types it: int1, int32 (int64 where that is too small) or float32."""
+    if isinstance(x, Value):
+        return x
+    if not isinstance(x, int | float):
+        raise fault(f"a kernel computes with numbers and tensors, not with {type(x).__name__}")
+    dtype = torch.int32 if -(2**31) <= x < 2**31 else torch.int64
+    if not isinstance(x, int) or isinstance(x, bool):
+        dtype = torch.bool if isinstance(x, bool) else torch.float32
+    return Value(torch.tensor([[[x]]], dtype=dtype, device=current().ids[0].device))
+
+
+def joint_shape(*shapes: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape that blocks of these shapes broadcast to, aligned at the last axis."""
+    if len(set(shapes)) == 1:
+        return shapes[0]
+    rank = max(map(len, shapes))
+    padded = [(1,) * (rank - len(shape)) + shape for shape in shapes]
+    joint = tuple(map(max, zip(*padded, strict=True)))
+    if any(n not in (1, size) for s in padded for n, size in zip(s, joint, strict=True)):
+        raise fault(f"shapes {' and '.join(str(list(s)) for s in shapes)} do not broadcast")
+    return joint
+
+
+def spread(data: torch.Tensor, rank: int) -> torch.Tensor:
+    """Give data [x, y, z, ...] as many axes behind the grid's as a block of this rank has."""
+    missing = rank + 3 - data.dim()
+    return data.reshape(*data.shape[:3], *(1,) * missing, *data.shape[3:]) if missing else data
+
+
+def combine(op: Callable, *operands: Operand) -> Value:
+    """op on every lane of every program. Plain numbers take the dtype of the values beside them."""
+    if not any(isinstance(x, Value) for x in operands):
+        operands = tuple(map(as_value, operands))
+    shape = joint_shape(*(x.shape for x in operands if isinstance(x, Value)))
+    data = []
+    for x in operands:
+        if isinstance(x, Value):
+            if x.buffer:
+                raise fault(f"pointers into {x.buffer.name} can be moved by integers, no more")
+            x = spread(x.lanes, len(shape))
+            if x.dtype == torch.bool and any(type(y) is int for y in operands):
+                x = x.to(torch.int32)  # as Triton has it; torch would take int64
+        data.append(x)
+    return Value(op(*data), shape)
+
+
+def _shift(a: Value, b: Value) -> Value:
+    """a + b where a is a pointer or a ramp: it stays one, unless b differs from lane to lane."""
+    buffer, moves = a.buffer or b.buffer, not (a.buffer and b.buffer)
+    if buffer and not (moves and {a.data.dtype, b.data.dtype} <= set(INTEGERS)):
+        raise fault(f"pointers into {buffer.name} can be moved by integers, no more")
+    shape = joint_shape(a.shape, b.shape)
+    ramp, other = (a, b) if a.ramp else (b, a)
+    alike = other.data.dtype in INTEGERS and (not other.shape or other.data.shape[-1] == 1)
+    stays = ramp.ramp and alike and not other.ramp
+    x, y = (spread(v.data if stays else v.lanes, len(shape)) for v in (a, b))
+    return Value(x + y, shape, buffer, stays)
