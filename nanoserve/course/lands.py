@@ -144,6 +144,8 @@ def _class_parts(
     for child in node.body:
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             methods.append((child.name, _first_line(child), child.end_lineno))
+        elif (methods or _is_piece(node)) and (names := _operators(child)):
+            methods += [(name, child.lineno, child.end_lineno) for name in names]
         elif _is_piece(node) and not isinstance(child, ast.Pass):
             raise LandsError(f"{where}: class {node.name}({node.name}) may hold methods only")
         elif methods:
@@ -155,6 +157,12 @@ def _class_parts(
         while not lines[head_last - 1].strip() or lines[head_last - 1].lstrip().startswith("#"):
             head_last -= 1
     return (_first_line(node), head_last), methods
+
+
+def _operators(node: ast.stmt) -> list[str]:
+    """The names of `__radd__ = __add__` and the like: methods that are made and not written."""
+    names = list(_names(node)) if isinstance(node, ast.Assign) else []
+    return names if all(name.startswith("__") for name in names) else []
 
 
 def _is_piece(node: ast.ClassDef) -> bool:

@@ -118,6 +118,18 @@ def test_a_class_without_fields_keeps_a_class_line_of_many_lines():
     assert lands.definitions(source, "x")["A"].text == "class A(\n    B,\n):"
 
 
+def test_operators_that_are_made_count_as_methods_and_fields_below_a_method_do_not():
+    source = (
+        "class A:\n    x = 1\n\n    def __add__(self, b): ...\n\n    __radd__ = __add__\n"
+        "    __lt__, __gt__ = pair(f)\n"
+    )
+    assert list(lands.definitions(source, "x")) == [
+        "A", "A.__add__", "A.__radd__", "A.__lt__", "A.__gt__",
+    ]  # fmt: skip
+    with pytest.raises(lands.LandsError, match="fields below a method"):
+        lands.definitions(source + "    y = 2\n", "x")
+
+
 def test_imports_alone_in_a_try_are_no_definition_but_a_fallback_is():
     source = "try:\n    import triton\nexcept ImportError:\n    triton = None\n"
     assert list(lands.definitions(source, "x")) == ["triton"]

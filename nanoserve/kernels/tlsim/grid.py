@@ -85,10 +85,15 @@ def kernel_line() -> tuple[str, int]:
     return (frame.f_code.co_filename, frame.f_lineno) if frame else ("no kernel", 0)
 
 
+def source_name(file: str) -> str:
+    """A file's name as messages say it: a notebook's cell is "cell", whatever it is kept under."""
+    return "cell" if "ipykernel" in file or file.startswith("<") else Path(file).name
+
+
 def fault(what: str, program: int | None = None, lane: tuple[int, ...] = ()) -> KernelError:
     """The error of a program (its number in the grid) and a lane, with the line they were at."""
     file, line = kernel_line()
-    where = f"{Path(file).name}, line {line}"
+    where = f"{source_name(file)}, line {line}"
     if program is not None:
         x, y, z = current().grid
         place = (program % x, program // x % y, program // (x * y))

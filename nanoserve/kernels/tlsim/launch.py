@@ -5,7 +5,7 @@ import builtins
 import inspect
 import textwrap
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import partial, update_wrapper
 from itertools import product
 from types import CodeType, ModuleType, SimpleNamespace
 from typing import Any
@@ -13,7 +13,15 @@ from typing import Any
 import torch
 
 from nanoserve.kernels.tlsim import language
-from nanoserve.kernels.tlsim.grid import KernelError, Options, Wave, _options, _wave, current
+from nanoserve.kernels.tlsim.grid import (
+    KernelError,
+    Options,
+    Wave,
+    _options,
+    _wave,
+    current,
+    source_name,
+)
 from nanoserve.kernels.tlsim.loops import Loop, Rewrite
 from nanoserve.kernels.tlsim.values import Buffer, Value, as_value
 
@@ -36,7 +44,8 @@ class Kernel:
     def __init__(self, fn: Callable) -> None:
         while hasattr(fn, "fn"):  # what triton.jit and triton.autotune have wrapped
             fn = fn.fn
-        self.fn, self.__name__, self.__doc__ = fn, fn.__name__, fn.__doc__
+        self.fn = fn
+        update_wrapper(self, fn)
         self.signature = inspect.signature(fn)
         self._code, self._names = _read(fn)
 
@@ -150,12 +159,13 @@ def _read(fn: Callable) -> tuple[CodeType, set[str]]:
         inside = [type(n).__name__ for n in ast.walk(node)] if kind in ("For", "While") else []
         if kind in REFUSED or "Return" in inside or (inside and node.orelse):
             what = kind.lower() if kind in REFUSED else "return or else in a loop"
-            raise KernelError(f"{file}, line {node.lineno}: Triton has no {what}")
+            raise KernelError(f"{source_name(file)}, line {node.lineno}: Triton has no {what}")
     function.decorator_list, function.returns = [], None
     for arg in ast.walk(function.args):
         if isinstance(arg, ast.arg):
             arg.annotation = None
     names = {n.id for n in ast.walk(function) if isinstance(n, ast.Name)}
+    names -= {*fn.__code__.co_varnames, *fn.__code__.co_cellvars}  # its own
     return compile(Rewrite().visit(tree), file, "exec"), names
 
 
