@@ -1,0 +1,177 @@
+"""Reads of paged memory that every engine has to get right: cases, their tensors, the answer."""
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+
+from nanoserve.kernels.reference import paged_attention_reference, tolerance
+
+
+@dataclass(frozen=True)
+class Read:
+    """One read, and how its tensors lie in memory. Whatever no position owns is NaN."""
+
+    n_q: int = 6
+    n_kv: int = 2
+    head_dim: int = 8
+    seq_q: int = 1
+    seq_total: int = 37
+    tile: int = 32
+    dtype: torch.dtype = torch.float32
+    scale: float | None = None
+    integer: torch.dtype = torch.int64  # of the slot mapping
+    q_transposed: bool = False  # [1, seq_q, n_q, head_dim] in memory, as a model has it
+    pools_strided: bool = False  # in other tensors' middle, and v's heads before its slots
+    drift: float = 0.0  # scores rise by this much from the oldest key to the newest
+
+    def __str__(self) -> str:
+        kind = f"{self.n_q}/{self.n_kv} heads of {self.head_dim}, {self.seq_q} of {self.seq_total}"
+        return f"{kind}, {str(self.dtype)[6:]}, tile {self.tile}"
+
+
+STEPS = {"decode": (1, 37), "prefill": (37, 37), "continuation": (5, 37)}  # seq_q, seq_total
+SHAPES = {
+    f"{step}, {n_q}/{n_kv} heads of {head_dim}": Read(n_q, n_kv, head_dim, *positions)
+    for n_q, n_kv in [(6, 2), (9, 3), (4, 1), (3, 3)]  # GQA, GQA, MQA, MHA
+    for head_dim in (8, 14, 64, 80, 128)
+    for step, positions in STEPS.items()
+}
+LENGTHS = {
+    f"decode at {n}": Read(9, 3, 64, 1, n, tile=64)
+    for n in (1, 2, 63, 64, 65, 128, 512, 1000, 4096, 8192)
+}
+TILES = {
+    f"{step} in tiles of {tile}": Read(9, 3, 14, *positions, tile=tile)
+    for tile in (16, 64, 128, 256, 512)
+    for step, positions in {"decode": (1, 300), "continuation": (70, 300)}.items()
+}
+LAYOUTS = {
+    f"{step}, {what}": replace(Read(9, 3, 14, *positions), **how)
+    for what, how in {
+        "scale 0.05": {"scale": 0.05},
+        "scale 1": {"scale": 1.0},
+        "int32 slots": {"integer": torch.int32},
+        "q transposed": {"q_transposed": True},
+        "pools strided": {"pools_strided": True},
+        "all of these": {
+            "scale": 0.5,
+            "integer": torch.int32,
+            "q_transposed": True,
+            "pools_strided": True,
+        },
+        "scores rising": {"drift": 240.0},  # beyond what exp can hold in float32, either way
+        "scores falling": {"drift": -240.0},
+    }.items()
+    for step, positions in {**STEPS, "one token": (1, 1)}.items()
+}
+HALVES = {
+    f"{str(dtype)[6:]}, {name}": replace(read, dtype=dtype)
+    for dtype in (torch.float16, torch.bfloat16)
+    for name, read in {
+        **{f"{step}, {d}": Read(6, 2, d, *at) for d in (14, 64, 128) for step, at in STEPS.items()},
+        "decode at 512": LENGTHS["decode at 512"],
+        "prefill, all of these": LAYOUTS["prefill, all of these"],
+        "continuation, all of these": LAYOUTS["continuation, all of these"],
+    }.items()
+}
+ALL = SHAPES | LENGTHS | TILES | LAYOUTS | HALVES
+# For engines that take a millisecond for every instruction: one of each kind, in few programs
+BRIEF = {"decode": (1, 37), "prefill": (7, 7), "continuation": (2, 37)}
+SMALL = {
+    f"{step}, {what}": replace(Read(6, 2, 14, *positions, tile=16), **how)
+    for what, how in {
+        "plain": {},
+        "16 channels": {"head_dim": 16},
+        "128 channels": {"head_dim": 128},
+        "9/3 heads": {"n_q": 9, "n_kv": 3},
+        "4/1 heads": {"n_q": 4, "n_kv": 1},
+        "3/3 heads": {"n_q": 3, "n_kv": 3},
+        "one tile": {"tile": 64},
+        "no key past the tile": {"seq_total": 48},
+        "all at once": {
+            "scale": 0.5,
+            "integer": torch.int32,
+            "q_transposed": True,
+            "pools_strided": True,
+        },
+        "scores rising": {"drift": 240.0},
+        "scores falling": {"drift": -240.0},
+        "float16": {"dtype": torch.float16},
+        "bfloat16": {"dtype": torch.bfloat16},
+        "bfloat16, all at once": {
+            "dtype": torch.bfloat16,
+            "scale": 0.5,
+            "q_transposed": True,
+            "pools_strided": True,
+        },
+    }.items()
+    for step, positions in BRIEF.items()
+} | {"one token": Read(6, 2, 14, 1, 1, tile=16), "one head": Read(1, 1, 16, 1, 37, tile=16)}
+
+
+@cache
+def history(read: Read) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q [1, n_q, seq_q, head_dim]; k and v [seq_total, n_kv, head_dim], oldest position first."""
+    random = torch.Generator().manual_seed(read.seq_total)
+    q = torch.randn(1, read.n_q, read.seq_q, read.head_dim, generator=random)
+    k, v = torch.randn(2, read.seq_total, read.n_kv, read.head_dim, generator=random)
+    if read.drift:  # the same direction, of length 1, in all queries and in keys by their age
+        direction = torch.full((read.head_dim,), read.head_dim**-0.5)
+        age = torch.linspace(-0.5, 0.5, read.seq_total)[:, None, None]
+        q = q + 8 * direction
+        k = k + age * read.drift / 8 * read.head_dim**0.5 * direction
+    return q.to(read.dtype), k.to(read.dtype), v.to(read.dtype)
+
+
+@cache
+def answer(read: Read) -> torch.Tensor:
+    """The oracle's, where position is slot: [1, n_q, seq_q, head_dim], on the CPU."""
+    every = torch.arange(read.seq_total)
+    return paged_attention_reference(*history(read), every, read.n_q // read.n_kv, read.scale)
+
+
+def tensors(
+    read: Read,
+    device: str = "cpu",
+    empty: float = torch.nan,
+    pools: tuple[torch.Tensor, torch.Tensor] | None = None,
+    slots: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, float | None]:
+    """The arguments of a read: q, k_pool, v_pool, slot_mapping, n_rep, scale.
+
+    The history lies in scattered slots, and the rest of the pools is `empty`; or in `slots` of
+    `pools`, whose rest stays as it is.
+    """
+    q, k, v = (x.to(device) for x in history(read))
+    if pools is None:
+        pools = _pools(read, 2 * read.seq_total + 5, device, empty)
+    if slots is None:
+        random = torch.Generator().manual_seed(read.seq_q)
+        slots = torch.randperm(len(pools[0]), generator=random)[: read.seq_total]
+    slots = slots.to(device)
+    for pool, x in zip(pools, (k, v), strict=True):
+        pool[slots] = x
+    if read.q_transposed:
+        q = q.transpose(1, 2).contiguous().transpose(1, 2)
+    return q, *pools, slots.to(read.integer), read.n_q // read.n_kv, read.scale
+
+
+def _pools(read: Read, num_slots: int, device: str, empty: float) -> tuple[torch.Tensor, ...]:
+    """k_pool and v_pool [num_slots, n_kv, head_dim]."""
+
+    def full(*shape: int) -> torch.Tensor:
+        return torch.full(shape, empty, dtype=read.dtype, device=device)
+
+    if not read.pools_strided:
+        return tuple(full(num_slots, read.n_kv, read.head_dim) for _ in range(2))
+    k_pool = full(num_slots, read.n_kv + 2, read.head_dim + 3)[:, 1:-1, 2:-1]
+    return k_pool, full(read.n_kv, num_slots, read.head_dim).transpose(0, 1)
+
+
+def assert_answers(out: torch.Tensor, read: Read) -> None:
+    """out is what the oracle gives for the read, within the tolerance of its dtype."""
+    assert (out.shape, out.dtype) == (answer(read).shape, read.dtype)
+    assert out.is_contiguous()
+    atol, rtol = tolerance(read.dtype)
+    torch.testing.assert_close(out.cpu(), answer(read), atol=atol, rtol=rtol)

@@ -1,0 +1,152 @@
+"""The paged attention kernel under tlsim: held to the oracle, its memory watched, faults seen."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanoserve.kernels import paged_attention, tlsim
+from nanoserve.kernels.dispatch import launch, paged_attention_tlsim
+from tests.reads import ALL, LAYOUTS, SMALL, Read, answer, assert_answers, tensors
+
+SOURCE = Path(paged_attention.__file__)
+KERNEL = tlsim.jit(paged_attention.paged_attention_kernel)
+
+
+def of(reads: dict[str, Read]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("read", reads.values(), ids=reads)
+
+
+@of(ALL)
+def test_in_lockstep_no_lane_leaves_its_buffer_or_reads_a_slot_nobody_owns(read):
+    with tlsim.options(poison=True):
+        assert_answers(launch(KERNEL, *tensors(read), tile=read.tile), read)
+
+
+@of(SMALL)
+def test_one_program_after_another_in_any_order(read):
+    for seed in range(2):
+        with tlsim.options(order="serial", poison=True, seed=seed):
+            assert_answers(launch(KERNEL, *tensors(read), tile=read.tile), read)
+
+
+@of(ALL)
+def test_the_shipped_read(read):
+    assert_answers(paged_attention_tlsim(*tensors(read)), read)
+
+
+@of(LAYOUTS)
+def test_what_lies_in_other_slots_changes_no_bit(read):
+    outs = [paged_attention_tlsim(*tensors(read, empty=empty)) for empty in (torch.nan, 0.0, 1e30)]
+    assert torch.equal(outs[0], outs[1])
+    assert torch.equal(outs[0], outs[2])
+
+
+def test_the_answers_of_different_reads_differ():
+    """Or a comparison could pass that compares nothing."""
+    read = Read(6, 2, 14, 5, 37)
+    changed = [Read(6, 2, 14, 5, 37, scale=0.5), Read(6, 2, 14, 5, 37, drift=240.0)]
+    for other in changed:
+        assert (answer(read) - answer(other)).abs().max() > 0.01
+    with pytest.raises(AssertionError):
+        assert_answers(answer(read) + 3e-4, read)
+
+
+@pytest.fixture
+def past_32_bits() -> tuple[torch.Tensor, torch.Tensor]:
+    """k_pool and v_pool [4,194,404, 2, 128] side by side: 2**32 numbers, of which few are touched.
+
+    Memory that nobody writes to costs nothing: the system finds it when it is first touched.
+    """
+    both = torch.empty((1 << 22) + 100, 2, 2, 128, dtype=torch.float16)
+    return both[:, 0], both[:, 1]
+
+
+FAR = Read(6, 2, 128, 2, 37, dtype=torch.float16, integer=torch.int32)
+FAR_SLOTS = (1 << 22) + torch.arange(100).flip(0)[:37]
+
+
+def test_slots_beyond_what_32_bits_can_count(past_32_bits):
+    inputs = tensors(FAR, pools=past_32_bits, slots=FAR_SLOTS)
+    assert_answers(launch(KERNEL, *inputs), FAR)
+    assert_answers(paged_attention_tlsim(*inputs), FAR)
+
+
+FAULTS = {
+    "the tail read as if it were there": ("held = position < seq_total", "held = position >= 0"),
+    "the tail counted": ("tl.where(position < visible, score,", "tl.where(position >= 0, score,"),
+    "a query that sees its successor": ("query + 1  #", "query + 2  #"),
+    "a query blind to itself": ("query + 1  #", "query  #"),
+    "the padding of head_dim read": ("in_head = dim < HEAD_DIM", "in_head = dim < BLOCK_D"),
+    "l not shrunk": ("l = l * alpha + ", "l = l + "),
+    "acc not shrunk": ("acc = acc * alpha + ", "acc = acc + "),
+    "alpha upside down": ("tl.exp(m - m_new)", "tl.exp(m_new - m)"),
+    "m not carried": ("        m = m_new\n", ""),
+    "no maximum taken off": ("tl.maximum(m, tl.max(score, axis=0))", "tl.maximum(m, 0.0)"),
+    "divided in every turn": (
+        "acc = acc * alpha + tl.sum(p[:, None] * v.to(tl.float32), axis=0)",
+        "acc = (acc * alpha + tl.sum(p[:, None] * v.to(tl.float32), axis=0)) / l",
+    ),
+    "never divided": ("acc / l", "acc"),
+    "h % n_kv": ("head // N_REP", "head % (tl.num_programs(1) // N_REP)"),
+    "h as it is": ("kv_head = head // N_REP", "kv_head = head"),
+    "the slot without its stride": ("(slot * k_slot + ", "(slot + "),
+    "v by k's strides": ("slot * v_slot + kv_head * v_head", "slot * k_slot + kv_head * k_head"),
+    "the position for the slot": ("tl.load(slot_ptr + position, mask=held, other=0)", "position"),
+    "q without its heads": ("q_ptr + head * q_head", "q_ptr + head * HEAD_DIM"),
+    "all programs store to one place": ("out_ptr + head * out_head", "out_ptr"),
+    "the scale forgotten": ("q.to(tl.float32) * scale", "q.to(tl.float32)"),
+}  # fmt: skip
+
+
+def faulty(tmp_path: Path, old: str, new: str) -> tlsim.launch.Kernel:
+    """The kernel with a part of its source replaced."""
+    source = SOURCE.read_text(encoding="utf-8")
+    assert source.count(old) == 1, f"the kernel no longer says {old!r} once"
+    file = tmp_path / "faulty.py"
+    file.write_text(source.replace(old, new), encoding="utf-8")
+    spec = importlib.util.spec_from_file_location("faulty", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return tlsim.jit(module.paged_attention_kernel)
+
+
+def wrong(kernel: tlsim.launch.Kernel, read: Read) -> bool:
+    """Whether a read shows that the kernel is wrong, by its answer or by tlsim's checks."""
+    try:
+        with tlsim.options(poison=True):
+            assert_answers(launch(kernel, *tensors(read), tile=read.tile), read)
+    except AssertionError:
+        return True
+    except tlsim.KernelError as error:
+        return any(deed in str(error) for deed in ("s outside", "reads a NaN", "stores where"))
+    return False
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_wrong_kernel_fails_these_reads(fault, tmp_path):
+    kernel = faulty(tmp_path, *FAULTS[fault])
+    assert any(wrong(kernel, read) for read in SMALL.values())
+
+
+def test_a_kernel_that_counts_slots_in_32_bits_is_caught(past_32_bits, tmp_path):
+    kernel = faulty(tmp_path, "mask=held, other=0).to(tl.int64)", "mask=held, other=0)")
+    assert not wrong(kernel, SMALL["prefill, all at once"])
+    with pytest.raises(tlsim.KernelError, match=r"loads outside k_ptr\[-"):
+        launch(kernel, *tensors(FAR, pools=past_32_bits, slots=FAR_SLOTS))
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    {
+        "the tail read as if it were there": r"loads outside slot_ptr\[7\] of 7 elements",
+        "the slot without its stride": "reads a NaN, so a slot that nobody owns",
+        "the position for the slot": "reads a NaN, so a slot that nobody owns",
+        "all programs store to one place": "stores where another program has stored",
+    }.items(),
+)
+def test_tlsim_says_what_is_wrong(fault, says, tmp_path):
+    read = SMALL["prefill, plain"]
+    with pytest.raises(tlsim.KernelError, match=says), tlsim.options(poison=True):
+        launch(faulty(tmp_path, *FAULTS[fault]), *tensors(read), tile=read.tile)
