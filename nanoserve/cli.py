@@ -254,25 +254,45 @@ def bench_read(
         list[int] | None, typer.Option(help="Tokens of history; repeatable.", min=1)
     ] = None,
     rounds: Annotated[int, typer.Option(help="Reads of each path; they take turns.", min=1)] = 20,
-    dtype: DTypeOption = DType.float32,
+    dtype: Annotated[
+        DType | None, typer.Option(help="float32; with --cache on a card, float32 and float16.")
+    ] = None,
     csv: Annotated[Path | None, typer.Option(help="Write the rows to this file too.")] = None,
+    cache: Annotated[
+        bool, typer.Option("--cache", help="Time the read that the cache runs, end to end.")
+    ] = False,
+    device: Device = "cpu",
+    record: Annotated[
+        bool, typer.Option("--record", help="With --cache: write notebooks/data/read_DEVICE.json.")
+    ] = False,
 ) -> None:
-    """Time one layer's read of a paged history: gathered first, and in place."""
+    """Time one layer's read of a paged history: gathered first, and in place.
+
+    With --cache: the cache's dispatched read beside gather and reference, on a CPU or a card.
+    """
+    if cache:
+        if csv is not None:
+            raise ValueError("--cache writes no --csv: take --record")
+        _bench_cache(device, history, dtype, rounds, record)
+        return
+    if record or device != "cpu":
+        raise ValueError("--device and --record go with --cache")
     import torch
 
     from nanoserve.bench import read, timing
     from nanoserve.config import load_config
     from nanoserve.fetch import resolve
 
+    kind = dtype or DType.float32
     roof = timing.read_bandwidth()
     lines = ["model,path,history,seconds,bytes"]
     typer.echo(
-        f"{dtype.value}, {torch.get_num_threads()} threads, memory read at {roof / 1e9:.1f} GB/s"
+        f"{kind.value}, {torch.get_num_threads()} threads, memory read at {roof / 1e9:.1f} GB/s"
     )
     shapes = {"SmolLM2-135M": load_config(resolve("smollm2")), "Llama-3.2-1B": read.LLAMA_1B}
     for name, config in shapes.items():
         rows = read.read_benchmark(
-            config, history or (16, 64, 256, 1024, 4096), getattr(torch, dtype.value), rounds
+            config, history or (16, 64, 256, 1024, 4096), getattr(torch, kind.value), rounds
         )
         for row in rows:
             rate = row.bytes_per_second
@@ -283,6 +303,23 @@ def bench_read(
             lines.append(f"{name},{row.path},{row.history},{row.seconds:.9f},{row.bytes}")
     if csv is not None:
         csv.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _bench_cache(
+    device: str, history: list[int] | None, dtype: DType | None, rounds: int, record: bool
+) -> None:
+    import torch
+
+    from nanoserve.bench import runner
+
+    _device(device)
+    dtypes = [getattr(torch, dtype.value)] if dtype else ()
+    command = " ".join(["nanoserve", *sys.argv[1:]])
+    run = runner.measure(device, history or runner.HISTORIES, dtypes, rounds, command)
+    for line in run.lines():
+        typer.echo(line)
+    if record:
+        typer.echo(f"recorded in notebooks/data/{run.save(runner.DATA).name}")
 
 
 @course_app.command()

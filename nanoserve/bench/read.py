@@ -82,20 +82,24 @@ def read_benchmark(
 
 
 def scattered_cache(
-    config: ModelConfig, history: int, dtype: torch.dtype = torch.float32
+    config: ModelConfig,
+    history: int,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
 ) -> tuple[PagedKVCache, dict[str, torch.Tensor]]:
     """A cache that holds history - 1 random tokens in every second block of a pool, in descending
     order, and the q, k and v of the next token. In any layer but the last, which would move
     seq_len, the same read can be repeated."""
     blocks = -(-history // BLOCK_SIZE)
-    pool = KVPool(config, 2 * blocks, BLOCK_SIZE, dtype)
+    pool = KVPool(config, 2 * blocks, BLOCK_SIZE, dtype, device)
     taken = pool.allocator.allocate_for(2 * blocks * BLOCK_SIZE)
     for block in taken[1::2]:  # freed in ascending order, so handed out in descending order
         pool.allocator.free(block)
     random = torch.Generator().manual_seed(history)
 
     def draw(heads: int, tokens: int) -> torch.Tensor:
-        return torch.randn(1, heads, tokens, config.head_dim, generator=random).to(dtype)
+        drawn = torch.randn(1, heads, tokens, config.head_dim, generator=random)
+        return drawn.to(device, dtype)
 
     cache = PagedKVCache(pool)
     for layer in range(config.num_layers):

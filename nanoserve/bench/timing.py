@@ -39,12 +39,15 @@ def token_times(
     return [later - earlier for earlier, later in pairwise(stamps)]
 
 
-def read_bandwidth(size: int = 1 << 29, clock: Clock = time.perf_counter) -> float:
-    """Bytes per second at which this machine's CPU reads memory: the roof of every decode step.
+def read_bandwidth(
+    size: int = 1 << 29, clock: Clock = time.perf_counter, device: str | torch.device = "cpu"
+) -> float:
+    """Bytes per second at which a device reads its memory: the roof of every decode step.
 
-    The best of five sums over `size` bytes, far more than a cache holds.
+    The best of five sums over `size` bytes, far more than a cache holds. A card works while the
+    program goes on: its clock has to wait for it.
     """
-    buffer = torch.ones(size // 4, dtype=torch.float32)
+    buffer = torch.ones(size // 4, dtype=torch.float32, device=device)
     best = float("inf")
     for _ in range(5):
         begin = clock()
