@@ -83,7 +83,7 @@ class _Parts:
         line = _import_line(name, value)
         if line:
             self.imports.add(line)
-        elif isinstance(value, type) or isinstance(inspect.unwrap(value), FunctionType):
+        elif isinstance(value, type) or isinstance(inspect.unwrap(_bare(value)), FunctionType):
             self.add_definition(name, value)
         else:
             self.pieces.append(f"{name} = {_constant(name, value)}\n")
@@ -92,6 +92,7 @@ class _Parts:
 
     def add_definition(self, name: str, value: Any) -> None:
         self.done.add(name)
+        value = _bare(value)
         if value.__name__ == "<lambda>":
             raise CannotSave(f"`{name}` is a lambda: write it with `def`")
         if value.__name__ != name:
@@ -159,6 +160,13 @@ def _constant(name: str, value: Any) -> str:
     )
 
 
+def _bare(thing: Any) -> Any:
+    """The function of a kernel, which triton.jit and tlsim.jit keep as `fn`; else the thing."""
+    while not isinstance(thing, type) and isinstance(inner := getattr(thing, "fn", None), Callable):
+        thing = inner
+    return thing
+
+
 def _code(thing: Any) -> CodeType | None:
     function = _function(thing)
     return function.__code__ if function else None
@@ -167,7 +175,7 @@ def _code(thing: Any) -> CodeType | None:
 def _function(thing: Any) -> FunctionType | None:
     """The function itself, or a method that a class's own source defines, if there is one."""
     if not isinstance(thing, type):
-        inner = inspect.unwrap(thing) if callable(thing) else thing
+        inner = inspect.unwrap(_bare(thing)) if callable(thing) else thing
         return inner if isinstance(inner, FunctionType) else None
     for member in vars(thing).values():
         plain = getattr(member, "__func__", None) or getattr(member, "fget", None) or member

@@ -207,10 +207,11 @@ def paged_attention_tlsim(
     programs = min(q.shape[1] * q.shape[2], 512)
     tile = tlsim.next_power_of_2(min(len(slot_mapping), 512, LANES // programs))
     with tlsim.options(checks=False, wave=512):
-        return launch(_SIMULATED, q, k_pool, v_pool, slot_mapping, n_rep, scale, tile)
+        kernel = _simulated(paged_attention_kernel)
+        return launch(kernel, q, k_pool, v_pool, slot_mapping, n_rep, scale, tile)
 
 
-_SIMULATED = tlsim.jit(paged_attention_kernel)
+_simulated = cache(tlsim.jit)  # each kernel is read once
 LANES = 1 << 15  # keys in the tiles of all programs that run side by side: what a cache holds
 
 

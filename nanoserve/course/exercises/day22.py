@@ -1,0 +1,535 @@
+"""Day 22: the softmax that is folded tile by tile, and the kernel made of it."""
+
+import ast
+import inspect
+import linecache
+from functools import lru_cache
+
+import torch
+
+from nanoserve.course import widgets
+from nanoserve.course.exercise import Case, Exercise, Wrong, close, wrong
+from nanoserve.course.plots import COLOURS, figure
+from nanoserve.course.source import source_of
+from nanoserve.kernels import paged_attention, tlsim
+from nanoserve.kernels.dispatch import launch
+from nanoserve.kernels.reference import ATOL, RTOL, paged_attention_reference
+
+# the fold ----------------------------------------------------------------------------------------
+
+ROWS, HEAD_DIM = 3, 8
+
+
+def fold(m, l, acc, scores, values):  # noqa: E741
+    """m, l [rows], acc [rows, head_dim], scores [rows, tile], values [tile, head_dim] -> the three
+    after this tile: the largest score, the sum of exp(score - m), and that sum of values."""
+    m_new = torch.maximum(m, scores.amax(-1))
+    alpha = torch.exp(m - m_new)
+    p = torch.exp(scores - m_new[:, None])
+    return m_new, l * alpha + p.sum(-1), acc * alpha[:, None] + p @ values
+
+
+def start() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """m, l and acc before the first tile."""
+    return torch.full((ROWS,), -torch.inf), torch.zeros(ROWS), torch.zeros(ROWS, HEAD_DIM)
+
+
+def _folded(answer, scores, values, tile):
+    """acc / l after all tiles."""
+    m, l, acc = start()  # noqa: E741
+    for first in range(0, scores.shape[1], tile):
+        last = first + tile
+        m, l, acc = answer(m, l, acc, scores[:, first:last], values[first:last])  # noqa: E741
+    return acc / l[:, None]
+
+
+def _fold_cases() -> list[Case]:
+    random = torch.Generator().manual_seed(22)
+    scores = torch.randn(ROWS, 13, generator=random) * 2
+    values = torch.randn(13, HEAD_DIM, generator=random)
+    before = fold(*start(), scores[:, :5], values[:5])
+
+    def one(what: str, kind: str, state: tuple, tile: slice, shift: float = 0.0) -> Case:
+        args = (*state, scores[:, tile] + shift, values[tile])
+        return Case(what, args, kind=kind, compare=close(1e-5, 1e-5))
+
+    def whole(what: str, kind: str, scores: torch.Tensor, tile: int) -> Case:
+        truth = (scores.double().softmax(-1) @ values.double()).float()
+        args = (scores, values, tile)
+        return Case(what, args, {}, kind, truth, close(1e-5, 1e-4), call=_folded)
+
+    steps = torch.linspace(0, 1_200, 13).expand(ROWS, -1)
+    rows = torch.tensor([[0.0], [300.0], [-300.0]])
+    return [
+        one("the first tile, 5 keys", "first", start(), slice(0, 5)),
+        one("a second tile, 4 keys, its scores higher by 3", "second", before, slice(5, 9), 3.0),
+        one("a second tile, its scores lower by 6", "second", before, slice(5, 9), -6.0),
+        one("a tile of one key", "second", before, slice(9, 10)),
+        whole("13 keys in tiles of 5, the last one ragged", "whole", scores, 5),
+        whole("13 keys, one at a time", "whole", scores, 1),
+        whole("13 keys in one tile", "whole", scores, 13),
+        whole("scores near 1,000", "large", scores + 1_000, 4),
+        whole("scores that fall from 1,200 to 0", "large", scores + steps.flip(1), 4),
+        whole("rows 300 apart", "large", scores + rows, 4),
+    ]
+
+
+def _fold_but(
+    m, l, acc, scores, values, *,  # noqa: E741
+    largest=None, alpha=None, l_alpha=None, acc_alpha=None, under=None, part=None, out=None,
+):  # fmt: skip
+    """The right fold with one thing changed: each option is a function of what it needs."""
+    m_new = (largest or (lambda m, s: torch.maximum(m, s.amax(-1))))(m, scores)
+    shrink = (alpha or (lambda m, m_new: torch.exp(m - m_new)))(m, m_new)
+    p = torch.exp(scores - (under or (lambda m, m_new: m_new))(m, m_new)[:, None])
+    l_new = l * (l_alpha or (lambda a: a))(shrink) + p.sum(-1)
+    new = (part or (lambda p, s, v: p @ v))(p, scores, values)
+    acc_new = acc * (acc_alpha or (lambda a: a))(shrink)[:, None] + new
+    return (out or (lambda *three: three[1:]))(m, m_new, l_new, acc_new)
+
+
+@wrong(
+    "alpha is dropped from acc: the old values were summed under a smaller maximum, and now weigh "
+    "too much. acc shrinks by alpha, as l does."
+)
+def _no_alpha_acc(*args):
+    return _fold_but(*args, acc_alpha=torch.ones_like)
+
+
+@wrong(
+    "alpha is dropped from l: its old part was summed under a smaller maximum, so the sum comes "
+    "out too large. l shrinks by alpha, as acc does."
+)
+def _no_alpha_l(*args):
+    return _fold_but(*args, l_alpha=torch.ones_like)
+
+
+@wrong(
+    "There is no alpha at all. When the maximum grows, all that was summed under the old one must "
+    "shrink by exp(m_old - m_new)."
+)
+def _no_alpha(*args):
+    return _fold_but(*args, alpha=lambda m, m_new: torch.ones_like(m))
+
+
+@wrong(
+    "alpha is upside down: it is exp(m_old - m_new), at most 1. exp(m_new - m_old) makes the old "
+    "part grow, and is infinite at the first tile."
+)
+def _alpha_upside_down(*args):
+    return _fold_but(*args, alpha=lambda m, m_new: torch.exp(m_new - m))
+
+
+@wrong(
+    "alpha shrinks the new tile instead of the old sums. The tile was measured against m_new "
+    "already; it is the old ones that were not."
+)
+def _alpha_on_the_new(m, l, acc, scores, values):  # noqa: E741
+    m_new = torch.maximum(m, scores.amax(-1))
+    alpha = torch.exp(m - m_new)
+    p = torch.exp(scores - m_new[:, None])
+    return m_new, l + alpha * p.sum(-1), acc + alpha[:, None] * (p @ values)
+
+
+@wrong(
+    "The maximum is not carried: m is this tile's own, and forgets a larger one from before. Then "
+    "alpha is above 1, and overflows when the scores fall far enough. Take the larger of both."
+)
+def _tile_s_maximum(*args):
+    return _fold_but(*args, largest=lambda m, s: s.amax(-1))
+
+
+@wrong(
+    "The maximum is not carried: the m that comes back is the old one, so the next tile shrinks "
+    "what is there by the wrong alpha. Return m_new."
+)
+def _old_m_returned(*args):
+    return _fold_but(*args, out=lambda m, m_new, l, acc: (m, l, acc))  # noqa: E741
+
+
+@wrong(
+    "One maximum is taken over all rows. Each query has its own: beside a row of large scores, a "
+    "row of small ones would vanish to 0 / 0."
+)
+def _one_for_all(*args):
+    return _fold_but(*args, largest=lambda m, s: torch.maximum(m, s.max()))
+
+
+@wrong(
+    "The tile's exponentials are taken against the old maximum. It is -inf at the first tile, and "
+    "too small later: use m_new."
+)
+def _under_the_old(*args):
+    return _fold_but(*args, under=lambda m, m_new: m)
+
+
+@wrong(
+    "No maximum is subtracted: exp(score) itself is summed. It is right on paper, and infinite "
+    "for a score above 88."
+)
+def _no_maximum(m, l, acc, scores, values):  # noqa: E741
+    p = torch.exp(scores)
+    return torch.maximum(m, scores.amax(-1)), l + p.sum(-1), acc + p @ values
+
+
+@wrong(
+    "acc is divided by l inside the loop, so the next tile divides again what was divided. "
+    "Division comes once, after the last tile."
+)
+def _divided(*args):
+    return _fold_but(*args, out=lambda m, m_new, l, acc: (m_new, l, acc / l[:, None]))  # noqa: E741
+
+
+@wrong(
+    "Each tile is divided by its own sum: a softmax per tile. Every tile then weighs the same, "
+    "whatever its scores."
+)
+def _softmax_per_tile(*args):
+    return _fold_but(*args, part=lambda p, s, v: s.softmax(-1) @ v)
+
+
+@wrong("acc sums the values weighted by the scores. The weights are their exponentials, p.")
+def _raw_scores(*args):
+    return _fold_but(*args, part=lambda p, s, v: s @ v)
+
+
+@wrong("The right three numbers in another order: give back m, l, acc.")
+def _another_order(*args):
+    return _fold_but(*args, out=lambda m, m_new, l, acc: (l, m_new, acc))  # noqa: E741
+
+
+FOLD = Exercise(
+    "fold",
+    _fold_cases,
+    hints={
+        "first": (
+            "At the first tile m is -inf, l and acc are 0. What do the formulas give?",
+            "m_new is the larger of m and the row's largest score: scores.amax(-1). Each score "
+            "counts as exp(score - m_new), with m_new[:, None] to stand beside a row of scores.",
+            "m_new = torch.maximum(m, scores.amax(-1)); p = torch.exp(scores - m_new[:, None])",
+        ),
+        "second": (
+            "l and acc were summed under the old maximum. What are they worth under the new one?",
+            "exp(s - m_new) is exp(s - m) * exp(m - m_new). The second factor is alpha, the same "
+            "for all that the row has summed: multiply l and acc by it, then add the tile.",
+            "alpha = torch.exp(m - m_new); return m_new, l * alpha + p.sum(-1), "
+            "acc * alpha[:, None] + p @ values",
+        ),
+        "whole": (
+            "One tile comes out right. What does the next one find in m, l and acc?",
+            "The check divides acc by l once, after the last tile. So neither is divided here, and "
+            "m goes on as the largest of all tiles so far.",
+            "alpha = torch.exp(m - m_new); return m_new, l * alpha + p.sum(-1), "
+            "acc * alpha[:, None] + p @ values",
+        ),
+        "large": (
+            "Which of your exponents can be above 0?",
+            "None may be: exp(89) is infinite in float32. Subtract from each row's scores the "
+            "largest of that row, in this tile and in all before.",
+            "m_new = torch.maximum(m, scores.amax(-1)), one number per row, in every exponent",
+        ),
+    },
+    solution=fold,
+    wrong=(
+        _no_alpha_acc, _no_alpha_l, _no_alpha, _alpha_upside_down, _alpha_on_the_new,
+        _tile_s_maximum, _old_m_returned, _one_for_all, _under_the_old, _no_maximum, _divided,
+        _softmax_per_tile, _raw_scores, _another_order,
+    ),
+)  # fmt: skip
+
+
+# the kernel --------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=64)
+def _read(answer) -> tuple[tlsim.launch.Kernel, bool]:
+    """The answer as tlsim runs it, and whether there is a loop in it."""
+    kernel = tlsim.jit(answer)
+    inside = ast.walk(ast.parse(source_of(kernel.fn)))
+    return kernel, any(isinstance(node, ast.For) for node in inside)
+
+
+def _launched(answer, q, k_pool, v_pool, slots, n_rep, tile, gap=0, **options):
+    """What the kernel gives under tlsim, its checks on. One without a loop is not written yet.
+
+    `gap` heads of NaN lie between the slots of v_pool, so that its strides are not k_pool's.
+    """
+    kernel, written = _read(answer)
+    if not written:
+        raise NotImplementedError("your turn")
+    n_kv = v_pool.shape[1]
+    others = torch.full((v_pool.shape[0], gap, v_pool.shape[2]), torch.nan)
+    v_pool = torch.cat([v_pool, others], dim=1)[:, :n_kv]
+    with tlsim.options(checks=True, **options):
+        return launch(kernel, q, k_pool, v_pool, slots, n_rep, tile=tile)
+
+
+def a_read(
+    seq_q: int, seq_total: int, n_q: int = 6, n_kv: int = 2, head_dim: int = 8, num_slots: int = 50
+) -> tuple:
+    """(q, k_pool, v_pool, slot_mapping, n_rep), at random; the last slot is always in use."""
+    random = torch.Generator().manual_seed(seq_q + seq_total)
+    q = torch.randn(1, n_q, seq_q, head_dim, generator=random)
+    k_pool, v_pool = torch.randn(2, num_slots, n_kv, head_dim, generator=random)
+    slots = torch.randperm(num_slots - 1, generator=random)[: seq_total - 1]
+    return q, k_pool, v_pool, torch.cat([torch.tensor([num_slots - 1]), slots]), n_q // n_kv
+
+
+def _kernel_cases() -> list[Case]:
+    def case(what: str, kind: str, read: tuple, tile: int, **options) -> Case:
+        truth = paged_attention_reference(*read)
+        settings = {"tile": tile, **options}
+        return Case(what, read, settings, kind, truth, close(ATOL, RTOL), call=_launched)
+
+    poisoned = a_read(3, 13)
+    owned = torch.zeros(50, dtype=torch.bool)
+    owned[poisoned[3]] = True
+    for pool in poisoned[1:3]:
+        pool[~owned] = torch.nan
+    steep = a_read(1, 17)
+    steep[0].fill_(1.0)
+    steep[1][steep[3]] = torch.linspace(70, -70, 17)[:, None, None].expand(-1, 2, 8)
+    return [
+        case("decode: 32 keys, two whole tiles of 16", "heads", a_read(1, 32), 16),
+        case("decode: 5 keys in a tile of 16", "tail", a_read(1, 5), 16),
+        case("decode: 37 keys in tiles of 16", "tail", a_read(1, 37), 16),
+        case("prefill: 5 queries, tiles of 4", "band", a_read(5, 5), 4),
+        case("continuation: 3 queries, 21 keys, tiles of 8", "band", a_read(3, 21), 8),
+        case("MQA: one KV head", "heads", a_read(2, 12, n_kv=1), 4),
+        case("MHA: six KV heads", "heads", a_read(2, 12, n_kv=6), 4),
+        case("14 channels, padded to 16", "pad", a_read(2, 12, head_dim=14), 4),
+        case("v_pool with strides of its own", "stride", a_read(2, 11), 4, gap=1),
+        case("scores that fall by 400", "large", steep, 4),
+        case("NaN in every other slot", "pad", poisoned, 8, poison=True),
+        case("one program at a time, shuffled", "band", a_read(2, 6, 2, 1), 4, order="serial"),
+    ]
+
+
+def _kernel_but(why: str, *edits: tuple[str, str]) -> Wrong:
+    """The package's kernel with some text replaced, as a learner might have written it."""
+    source = inspect.getsource(tlsim.jit(paged_attention.paged_attention_kernel).fn)
+    for old, new in edits:
+        assert source.count(old) == 1, f"the kernel says {old!r} {source.count(old)} times"
+        source = source.replace(old, new)
+    source = source.removeprefix("@triton.jit\n")
+    file = f"<day22 {abs(hash(edits))}>"
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    namespace = dict(vars(paged_attention))
+    exec(compile(source, file, "exec"), namespace)
+    return Wrong(namespace["paged_attention_kernel"], why)
+
+
+_KERNEL_WRONG = (
+    _kernel_but(
+        "The tail mask is forgotten where the slots are loaded: the last tile is ragged, and "
+        "behind the last position lies somebody else's memory. mask=position < seq_total.",
+        ("position, mask=held, other=0)", "position)"),
+    ),
+    _kernel_but(
+        "The lanes behind the last key are not hidden. Their score is 0, not -inf, so each of them "
+        "weighs exp(0 - m) and takes its share of the sum.",
+        ('tl.where(position < visible, score, float("-inf"))', "score"),
+    ),
+    _kernel_but(
+        "The tail is masked, and the future is not: in a prefill the first queries see keys that "
+        "come after them. Hide what is not position < visible.",
+        ("tl.where(position < visible", "tl.where(held"),
+    ),
+    _kernel_but(
+        "The ragged last tile is left out: the loop stops at the last whole tile. Let it run to "
+        "visible, and mask.",
+        ("range(0, visible, TILE)", "range(0, visible - TILE + 1, TILE)"),
+    ),
+    _kernel_but(
+        "The loop goes on by one key, and loads TILE of them at each turn, so most keys count many "
+        "times. The step is TILE.",
+        ("range(0, visible, TILE)", "range(0, visible)"),
+    ),
+    _kernel_but(
+        "Every turn loads the first tile again: start is missing from the positions.",
+        ("start + tl.arange(0, TILE)", "tl.arange(0, TILE)"),
+    ),
+    _kernel_but(
+        "Query head h reads KV head h % n_kv. Neighbours share: it is h // N_REP.",
+        ("head // N_REP", "head % (tl.num_programs(1) // N_REP)"),
+    ),
+    _kernel_but(
+        "Query head h reads KV head h, and there are fewer of those: it is h // N_REP.",
+        ("head // N_REP", "head"),
+    ),
+    _kernel_but(
+        "The KV head is left out of the keys' and values' offsets: every query head reads KV head "
+        "0. Add kv_head times its stride.",
+        ("slot * k_slot + kv_head * k_head", "slot * k_slot"),
+        ("slot * v_slot + kv_head * v_head", "slot * v_slot"),
+    ),
+    _kernel_but(
+        "The slot is used without its stride. A slot is n_kv * head_dim numbers long: row `slot` "
+        "begins at slot * k_slot.",
+        ("slot * k_slot", "slot"),
+        ("slot * v_slot", "slot"),
+    ),
+    _kernel_but(
+        "The values are read with the keys' strides. They are equal in most pools, and nobody "
+        "promises it: v_slot and v_head.",
+        ("slot * v_slot + kv_head * v_head", "slot * k_slot + kv_head * k_head"),
+    ),
+    _kernel_but(
+        "The position is used as the slot, and the slot mapping is never read. Key number i lies "
+        "in slot_ptr[i].",
+        ("tl.load(slot_ptr + position, mask=held, other=0)", "tl.where(held, position, 0)"),
+    ),
+    _kernel_but(
+        "Keys and values are loaded without a mask. The padded channels belong to the next head, "
+        "and behind the last one to nobody; the tail reads a slot that is not ours.",
+        ("k_head)[:, None] + dim[None, :], mask, 0.0)", "k_head)[:, None] + dim[None, :])"),
+        ("v_head)[:, None] + dim[None, :], mask, 0.0)", "v_head)[:, None] + dim[None, :])"),
+    ),
+    _kernel_but(
+        "The mask of the keys and values covers the channels and not the tail. There the slot is "
+        "0, somebody else's, and a weight of 0 times NaN is NaN.",
+        ("held[:, None] & in_head[None, :]", "in_head[None, :]"),
+    ),
+    _kernel_but(
+        "alpha is dropped from acc: the old values were summed under a smaller maximum, and weigh "
+        "too much.",
+        ("acc * alpha +", "acc +"),
+    ),
+    _kernel_but(
+        "alpha is dropped from l: its old part was summed under a smaller maximum.",
+        ("l * alpha +", "l +"),
+    ),
+    _kernel_but(
+        "The maximum is not carried: m_new is this tile's own, alpha grows above 1, and where "
+        "scores fall far enough it overflows. Take the larger of m and the tile's.",
+        ("tl.maximum(m, tl.max(score, axis=0))", "tl.max(score, axis=0)"),
+    ),
+    _kernel_but(
+        "The maximum is not carried: m is never set to m_new, so alpha is exp(-inf) = 0 at every "
+        "turn, and the last tile wipes out the rest.",
+        ("        m = m_new\n", ""),
+    ),
+    _kernel_but(
+        "acc is divided by l inside the loop, and the next turn adds to something that was divided "
+        "already. Division comes once, at the end.",
+        ("        m = m_new\n", "        m = m_new\n        acc = acc / l\n"),
+    ),
+    _kernel_but(
+        "Softmax weights are mixed with the keys: acc is a sum of values, v_ptr's.",
+        ("tl.sum(p[:, None] * v.to", "tl.sum(p[:, None] * k.to"),
+    ),
+)  # fmt: skip
+
+KERNEL = Exercise(
+    "paged_attention_kernel",
+    _kernel_cases,
+    hints={
+        "tail": (
+            "The last tile reaches behind the last key. What do those lanes load, and what do they "
+            "weigh?",
+            "Three places: held = position < seq_total masks the load of the slots; held and "
+            "in_head together mask the keys and values; and the score of a lane that is not "
+            "position < visible becomes -inf, so that its exp is 0.",
+            'score = tl.where(position < visible, score, float("-inf")), and every load with a '
+            "mask and other=0",
+        ),
+        "band": (
+            "How far does query number `query` see?",
+            "It sees `visible` keys, its own the last. The loop ends there, and in the last tile "
+            "the lanes behind it get -inf.",
+            "for start in range(0, visible, TILE): position = start + tl.arange(0, TILE); ... "
+            'score = tl.where(position < visible, score, float("-inf"))',
+        ),
+        "heads": (
+            "Which KV head does query head `head` read?",
+            "Neighbours share: N_REP query heads in a row read one KV head. It is a part of both "
+            "offsets, the keys' and the values'.",
+            "kv_head = head // N_REP; the rows begin at slot * k_slot + kv_head * k_head",
+        ),
+        "stride": (
+            "How far apart are two slots of k_pool? And of v_pool?",
+            "k_slot and v_slot elements; the pools need not be laid out alike. Each has its own "
+            "two strides: one for the slot, one for the head.",
+            "k at slot * k_slot + kv_head * k_head, v at slot * v_slot + kv_head * v_head, both "
+            "with [:, None] + dim[None, :]",
+        ),
+        "pad": (
+            "Which lanes of a block [TILE, BLOCK_D] are this head's keys, and which are not?",
+            "Those of a held position and of a channel below HEAD_DIM. All others may belong to "
+            "somebody else, or lie outside: load 0 for them.",
+            "mask = held[:, None] & in_head[None, :], as the second argument of both loads, with "
+            "0.0 as the third",
+        ),
+        "large": (
+            "Which of your exponents can be above 0?",
+            "m_new is the larger of m and of the tile's largest score; alpha is exp(m - m_new), p "
+            "is exp(score - m_new), and m = m_new at the end of the turn.",
+            "m_new = tl.maximum(m, tl.max(score, axis=0)); alpha = tl.exp(m - m_new)",
+        ),
+    },
+    target="nanoserve.kernels.paged_attention:paged_attention_kernel",
+    wrong=_KERNEL_WRONG,
+)
+
+EXERCISES = (FOLD, KERNEL)
+
+
+# the stepper -------------------------------------------------------------------------------------
+
+SCORES = {
+    "as they come": (1.0, 3.0, 0.0, 2.0, 2.0, 5.0, 1.0, 4.0, 3.0, 0.5, 2.5, 1.5),
+    "rising": (0.0, 0.5, 1.0, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5, 5.0),
+    "falling": (5.0, 4.5, 4.0, 3.5, 3.0, 2.5, 2.0, 1.5, 1.0, 1.0, 0.5, 0.0),
+}
+VALUES = (0.2, 0.9, 0.5, 0.1, 0.8, 0.6, 0.3, 0.7, 0.4, 1.0, 0.2, 0.5)  # one channel will do
+
+
+def _draw_stepper(tiles: int, tile: int, scores: str):
+    """Scores and their maximum at the left; at the right the weights that the numbers mean."""
+    s, v = torch.tensor(SCORES[scores]), torch.tensor(VALUES)
+    m, l, acc, alpha = torch.tensor(-torch.inf), torch.tensor(0.0), torch.tensor(0.0), 0.0  # noqa: E741
+    seen = min(tiles * tile, len(s))
+    for first in range(0, seen, tile):
+        part = slice(first, first + tile)
+        m_new = torch.maximum(m, s[part].max())
+        alpha, p = float(torch.exp(m - m_new)), torch.exp(s[part] - m_new)
+        m, l, acc = m_new, l * alpha + p.sum(), acc * alpha + p @ v[part]  # noqa: E741
+    truth, keys = s.softmax(0), range(len(s))
+    weights = torch.where(torch.arange(len(s)) < seen, torch.exp(s - m) / l, 0.0) if seen else 0 * s
+    fig, (left, right) = figure(height=4.1, xlabel="key", panels=2)
+    left.bar(keys, s, color=COLOURS["grid"])
+    left.bar(keys[:seen], s[:seen], color=COLOURS["tlsim"], alpha=0.55)
+    last = keys[max(0, (seen - 1) // tile * tile) : seen]
+    left.bar(last, s[list(last)], color=COLOURS["tlsim"])
+    for edge in range(tile, len(s), tile):
+        left.axvline(edge - 0.5, color=COLOURS["muted"], linewidth=0.8, linestyle=":")
+    right.bar(keys, weights, color=COLOURS["tlsim"])
+    right.bar(keys, truth, fill=False, edgecolor=COLOURS["oracle"], linestyle="--", linewidth=1.3)
+    top = 1.12 * max(float(weights.max()), float(truth.max()))
+    right.set(ylabel="weight", ylim=(0, top))
+    left.set(ylabel="score", ylim=(0, 6.3))
+    numbers = "nothing folded yet"
+    if seen:
+        left.axhline(float(m), color=COLOURS["ink"], linewidth=1.2)
+        left.text(-0.6, float(m) + 0.12, f"m = {m:.1f}", color=COLOURS["ink"], weight="bold")
+        numbers = f"alpha {alpha:.2f}   m {m:.1f}   l {l:.3f}   acc {acc:.3f}"
+    result = f"acc / l = {acc / l:.3f}" if seen else ""
+    left.set_title(numbers)
+    right.set_title(f"{result}   softmax of all: {truth @ v:.3f}", fontsize=10.5)
+    for ax in (left, right):
+        ax.set_xticks(list(keys)[::2])
+        ax.grid(axis="x", visible=False)
+    return fig
+
+
+def _stepper(tiles: int = 2, tile: int = 4, scores: str = "as they come"):
+    """Tiles folded one after another; dashed, the softmax of all scores at once."""
+    return widgets.figure_widget(
+        _draw_stepper,
+        tiles=widgets.slider(0, 12, tiles, label="tiles folded"),
+        tile=widgets.choice([1, 2, 3, 4, 6], tile, label="keys in a tile"),
+        scores=widgets.choice(list(SCORES), scores),
+    )
+
+
+WIDGETS = {"online-softmax": _stepper}
