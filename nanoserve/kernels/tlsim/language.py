@@ -1,6 +1,7 @@
 """triton.language: what a kernel may say. tlsim puts this module where a kernel has `tl`."""
 
 import builtins
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -9,13 +10,23 @@ import torch
 from nanoserve.kernels.tlsim.grid import current, fault
 from nanoserve.kernels.tlsim.loops import Range
 from nanoserve.kernels.tlsim.memory import atomic_add, load, store  # noqa: F401
-from nanoserve.kernels.tlsim.values import Operand, Value, as_value, combine, joint_shape, spread
+from nanoserve.kernels.tlsim.values import (
+    HALVES,
+    Operand,
+    Value,
+    as_value,
+    broadcasts,
+    combine,
+    paired,
+    spread,
+)
 
 int1, int8, int16, int32, int64 = torch.bool, torch.int8, torch.int16, torch.int32, torch.int64
 uint8, float16, bfloat16 = torch.uint8, torch.float16, torch.bfloat16
 float32, float64 = torch.float32, torch.float64
 
 range, static_range = Range, builtins.range
+math = sys.modules[__name__]  # tl.math.exp is tl.exp
 
 
 class constexpr:
@@ -75,7 +86,7 @@ def reshape(x: Value, shape: tuple[int, ...]) -> Value:
 def broadcast_to(x: Operand, shape: tuple[int, ...]) -> Value:
     """The same lanes repeated along axes of size 1."""
     shape, x = _block_shape(*shape), as_value(x)
-    if joint_shape(x.shape, shape) != shape:
+    if not broadcasts(x.shape, shape):
         raise fault(f"a block of shape {list(x.shape)} does not broadcast to {list(shape)}")
     return Value(spread(x.lanes, len(shape)), shape, x.buffer)
 
@@ -94,24 +105,27 @@ def trans(x: Value) -> Value:
 
 def where(condition: Operand, x: Operand, y: Operand) -> Value:
     """x where the condition is true, else y. Both are computed either way."""
-    if not isinstance(x, Value) and not isinstance(y, Value):
-        x, y = as_value(x), as_value(y)
-    return combine(torch.where, as_value(condition).to(torch.bool), x, y)
+    return combine(torch.where, as_value(condition).to(torch.bool), *paired(x, y))
 
 
 def maximum(x: Operand, y: Operand) -> Value:
     """The larger one; a number beats NaN."""
-    return combine(torch.fmax, _full_width(as_value(x), 1), _full_width(as_value(y), 1))
+    return _elementwise(torch.fmax, x, y)
 
 
 def minimum(x: Operand, y: Operand) -> Value:
     """The smaller one; a number beats NaN."""
-    return combine(torch.fmin, _full_width(as_value(x), 1), _full_width(as_value(y), 1))
+    return _elementwise(torch.fmin, x, y)
+
+
+def _elementwise(op: Callable, *operands: Operand) -> Value:
+    values = map(as_value, operands)
+    return combine(op, *paired(*(_widened(x) if x.dtype == bfloat16 else x for x in values)))
 
 
 def abs(x: Operand) -> Value:
     """The size without the sign."""
-    return combine(torch.abs, x)
+    return combine(torch.abs, as_value(x))
 
 
 def _function(op: Callable[[torch.Tensor], torch.Tensor], what: str) -> Callable[[Operand], Value]:
@@ -140,25 +154,27 @@ def cdiv(x: Operand, y: Operand) -> Operand:
 
 def sum(x: Value, axis: int | None = None, keep_dims: bool = False) -> Value:
     """The sum over an axis, or over all; narrow integers are summed in 32 bits."""
-    x = x if x.dtype.is_floating_point else _full_width(x)
+    x = x if x.dtype.is_floating_point else _widened(x)
     return _reduce(x.summed, x.shape, axis, keep_dims)
 
 
 def max(x: Value, axis: int | None = None, keep_dims: bool = False) -> Value:
-    """The largest lane along an axis, or of all, in 32 bits at least."""
-    return _reduce(_full_width(x).whole.amax, x.shape, axis, keep_dims)
+    """The largest lane along an axis, or of all, in 32 bits at least.
+
+    A NaN among them comes out here, to be seen; a card passes over it.
+    """
+    return _reduce(_widened(x).whole.amax, x.shape, axis, keep_dims)
 
 
 def min(x: Value, axis: int | None = None, keep_dims: bool = False) -> Value:
     """The smallest lane along an axis, or of all, in 32 bits at least."""
-    return _reduce(_full_width(x).whole.amin, x.shape, axis, keep_dims)
+    return _reduce(_widened(x).whole.amin, x.shape, axis, keep_dims)
 
 
-def _full_width(x: Value, bfloat16_only: bool = False) -> Value:
-    """Triton reduces in 32 bits at least, and does bfloat16's comparisons in float32."""
-    if x.dtype.itemsize >= 4 or (bfloat16_only and x.dtype != torch.bfloat16):
-        return x
-    return x.to(torch.float32 if x.dtype.is_floating_point else torch.int32)
+def _widened(x: Value) -> Value:
+    """x in 32 bits at least."""
+    wide = torch.float32 if x.dtype.is_floating_point else torch.int32
+    return x if x.dtype.itemsize >= 4 else x.to(wide)
 
 
 def _reduce(op: Callable, shape: tuple[int, ...], axis: int | None, keep_dims: bool) -> Value:
@@ -190,9 +206,10 @@ def dot(
         raise fault(f"tl.dot cannot multiply {list(a.shape)} by {list(b.shape)}")
     if a.shape[-1] < (least := 32 if a.dtype.itemsize == 1 else 16):
         raise fault(f"tl.dot sums over {least} lanes at least, as tensor cores do: {a.shape[-1]}")
-    wide = torch.promote_types(a.dtype, torch.float32 if a.dtype.is_floating_point else torch.int32)
-    product = torch.matmul(a.whole.to(wide), b.whole.to(wide))
-    product = product.to(out_dtype) if wide.is_floating_point else product
+    if not a.dtype.is_floating_point and a.dtype != torch.int8:
+        raise fault(f"tl.dot multiplies floats, and of the integers int8, not {a.dtype}")
+    product = torch.matmul(_widened(a).whole, _widened(b).whole)
+    product = product.to(out_dtype) if a.dtype in HALVES else product
     out = Value(product, (*a.shape[:-1], b.shape[-1]))
     return out if acc is None else out + acc
 

@@ -1,7 +1,6 @@
 """Reading a kernel, binding its names to tlsim, and launching it on a grid."""
 
 import ast
-import builtins
 import inspect
 import textwrap
 from collections.abc import Callable, Iterator
@@ -22,7 +21,7 @@ from nanoserve.kernels.tlsim.grid import (
     current,
     source_name,
 )
-from nanoserve.kernels.tlsim.loops import Loop, Rewrite
+from nanoserve.kernels.tlsim.loops import Loop, Rewrite, named
 from nanoserve.kernels.tlsim.values import Buffer, Value, as_value
 
 HINTS = {"num_warps", "num_stages", "num_ctas", "maxnreg"}  # to a compiler: taken and ignored
@@ -71,8 +70,9 @@ class Kernel:
             raise TypeError(f"{self.__name__}: {error}") from None
         bound.apply_defaults()
         grid = grid(bound.arguments) if callable(grid) else grid
-        grid = (grid,) if isinstance(grid, int) else tuple(grid)
-        if not 1 <= len(grid) <= 3 or min(grid) < 0:
+        grid = (grid,) if isinstance(grid, int) else grid
+        sizes = isinstance(grid, tuple) and all(isinstance(n, int) and n >= 0 for n in grid)
+        if not sizes or not 1 <= len(grid) <= 3:
             raise ValueError(f"{self.__name__}: a grid is one to three sizes, got {grid}")
         grid += (1,) * (3 - len(grid))
         devices = {x.device for x in bound.arguments.values() if isinstance(x, torch.Tensor)}
@@ -105,10 +105,8 @@ class Kernel:
         namespace = {
             "__tlsim__": True,
             "__Loop": Loop,
-            "__builtins__": builtins,
-            "range": language.range,
-            "min": language.minimum,
-            "max": language.maximum,
+            "__named": named,
+            "__builtins__": BUILTINS,
         }
         for name in self._names & known.keys():
             namespace[name] = _translate(known[name], f"{self.__name__} reads the global {name}")
@@ -166,9 +164,15 @@ def _read(fn: Callable) -> tuple[CodeType, set[str]]:
             arg.annotation = None
     names = {n.id for n in ast.walk(function) if isinstance(n, ast.Name)}
     names -= {*fn.__code__.co_varnames, *fn.__code__.co_cellvars}  # its own
-    return compile(Rewrite().visit(tree), file, "exec"), names
+    return compile(ast.fix_missing_locations(Rewrite().visit(tree)), file, "exec"), names
 
 
+BUILTINS = {  # of Python's, Triton has no other
+    **{f.__name__: f for f in (len, list, float, int, isinstance, getattr, hasattr, print, locals)},
+    "range": language.range,
+    "min": language.minimum,
+    "max": language.maximum,
+}
 REFUSED = {"Break", "Continue", "Try", "Raise", "With", "Lambda", "ClassDef", "Yield", "Import"}
 _DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
 

@@ -1,14 +1,13 @@
 """Loops whose bounds differ by program: all run to the longest, and the finished stand still."""
 
 import ast
-import builtins
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from nanoserve.kernels.tlsim.grid import current, fault
-from nanoserve.kernels.tlsim.values import Operand, Value, as_value, spread
+from nanoserve.kernels.tlsim.values import Operand, Value, as_value, paired, spread
 
 
 class Range:
@@ -16,9 +15,11 @@ class Range:
 
     def __init__(self, start: Operand, stop: Operand | None = None, step: int = 1, **_) -> None:
         start, stop = (0, start) if stop is None else (start, stop)
-        self.start, self.stop, self.step = as_value(start), as_value(stop), as_value(step)
-        if self.start.shape or self.stop.shape or self.step.shape:
-            raise fault("the bounds of a loop are numbers, not blocks")
+        start, stop = paired(as_value(start), as_value(stop))
+        self.start, self.step = paired(start, as_value(step))
+        self.stop = stop
+        if any(x.shape or x.dtype.is_floating_point for x in (start, stop, self.step)):
+            raise fault("the bounds of a loop are integers, not blocks or fractions")
         if not bool((self.step.data > 0).all()):
             raise fault("the step of a loop must be above 0")
 
@@ -26,28 +27,24 @@ class Range:
 class Loop:
     """One loop as it runs: which programs are still in it, and what they carry round.
 
-    `names` are assigned in the body; those that are bound `before` the loop are carried: a program
-    that has finished keeps what it had, and what is carried never changes its type, since a
+    A program that has finished keeps what it `carried`, and that never changes its type, since a
     compiled loop has one register for it.
     """
 
     def __init__(self, bounds: Any, names: tuple[str, ...], before: dict[str, Any]) -> None:
-        if not isinstance(bounds, Range | builtins.range):
+        if not isinstance(bounds, Range):
             raise fault("a kernel loops over range, tl.range or tl.static_range alone")
         self.bounds, self.names = bounds, names
-        self.carried = {name: before[name] for name in names if name in before}
+        self.carried = {name: as_value(before[name]) for name in names if name in before}
         self.active: torch.Tensor | None = None  # [x, y, z]; None is all
 
-    def __iter__(self) -> Iterator[Value | int]:
-        if isinstance(self.bounds, builtins.range):  # tl.static_range: unrolled, so plain numbers
-            yield from self.bounds
-            return
+    def __iter__(self) -> Iterator[Value]:
         start, stop, step = self.bounds.start, self.bounds.stop, self.bounds.step
         wave, distance = current(), stop.data - start.data
         turns = torch.div(distance + step.data - 1, step.data, rounding_mode="floor").clamp(min=0)
         outer, shortest = wave.active, int(turns.min())
         try:
-            for turn in builtins.range(int(turns.max())):
+            for turn in range(int(turns.max())):
                 self.active = None if turn < shortest else turns > turn
                 both = [x for x in (outer, self.active) if x is not None]
                 wave.active = both[0] & both[-1] if both else None
@@ -57,13 +54,11 @@ class Loop:
 
     def carry(self, now: dict[str, Any]) -> tuple[Any, ...]:
         """The names' values at the end of a turn; finished programs get their old ones back."""
-        if isinstance(self.bounds, Range):
-            for name, old in self.carried.items():
-                self.carried[name] = now[name] = self._carry(name, as_value(old), now[name])
+        for name, old in self.carried.items():
+            self.carried[name] = now[name] = self._carry(name, old, as_value(now[name]))
         return tuple(now.get(name) for name in self.names)
 
-    def _carry(self, name: str, old: Value, new: Operand) -> Value:
-        new = as_value(new)
+    def _carry(self, name: str, old: Value, new: Value) -> Value:
         if (old.dtype, old.shape) != (new.dtype, new.shape):
             was, became = (f"{list(v.shape)} {v.dtype}" for v in (old, new))
             raise fault(
@@ -78,27 +73,57 @@ class Loop:
         return Value(data, new.shape, new.buffer, ramp)
 
 
-class Rewrite(ast.NodeTransformer):
-    """Make a kernel's loops carry: `for i in range(n): body` becomes
+def named(x: Any) -> Any:
+    """What a kernel assigns to a name: a number becomes a tensor by it, unless tl.constexpr."""
+    return as_value(x) if isinstance(x, int | float) else x
 
-    loop = Loop(range(n), ("names", "of", "body"), locals())
+
+class Rewrite(ast.NodeTransformer):
+    """Make a kernel's loops carry what is bound before them: `for i in range(n): body` becomes
+
+    loop = Loop(range(n), ("a", "b"), locals())
     for i in loop:
         body
-        names, of, body = loop.carry(locals())
+        a, b = loop.carry(locals())
+    i = c = None; del i, c  # what the body alone has bound ends with the loop
     """
 
-    def visit_For(self, node: ast.For) -> list[ast.stmt]:
-        inside = [n for statement in node.body for n in ast.walk(statement)]
-        stored = {n.id for n in inside if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-        names = tuple(sorted(stored - {ast.unparse(node.target)}))
+    def __init__(self) -> None:
+        self.bound: set[str] = set()
+
+    def visit_arg(self, node: ast.arg) -> ast.arg:
+        self.bound.add(node.arg)
+        return node
+
+    def visit_Name(self, node: ast.Name) -> ast.Name:
+        if isinstance(node.ctx, ast.Store):
+            self.bound.add(node.id)
+        return node
+
+    def visit_Assign(self, node: ast.Assign) -> ast.Assign:
         self.generic_visit(node)
+        node.value = ast.Call(ast.Name("__named", ast.Load()), [node.value], [])
+        return node
+
+    def visit_For(self, node: ast.For) -> list[ast.stmt]:
+        if ast.unparse(node.iter).partition("(")[0].endswith("static_range"):
+            return [self.generic_visit(node)]  # unrolled, over plain numbers
+        before, body = self.bound.copy(), ast.Module(node.body)
+        stored = {
+            n.id for n in ast.walk(body) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
+        }
+        carried, ended = sorted(stored & before), sorted(stored - before | {node.target.id})
+        self.generic_visit(node)
+        self.bound = before
         loop = f"__loop_{node.lineno}"
-        [enter] = ast.parse(f"{loop} = __Loop(None, {names!r}, locals())").body
-        enter.value.args[0] = node.iter
+        enter = f"{loop} = __Loop({ast.unparse(node.iter)}, {tuple(carried)}, locals())"
         node.iter = ast.Name(loop, ast.Load())
-        carry = ast.parse(f"({', '.join(names)},) = {loop}.carry(locals())").body if names else []
-        node.body += carry
-        for new in (enter, node.iter, *carry):
-            for child in ast.walk(new):
-                ast.copy_location(child, node)
-        return [enter, node]
+        if carried:
+            node.body += _at(node, f"{', '.join(carried)}, = {loop}.carry(locals())")
+        leave = f"{' = '.join(ended)} = None; del {', '.join(ended)}"
+        return [*_at(node, enter), node, *_at(node, leave)]
+
+
+def _at(node: ast.stmt, source: str) -> list[ast.stmt]:
+    """Statements as if they stood in the line of node."""
+    return [ast.increment_lineno(new, node.lineno - 1) for new in ast.parse(source).body]

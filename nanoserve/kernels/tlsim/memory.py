@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from nanoserve.kernels.tlsim.grid import current, fault, kernel_line
-from nanoserve.kernels.tlsim.values import Operand, Value, as_value, joint_shape, spread
+from nanoserve.kernels.tlsim.values import Operand, Value, as_value, broadcasts, spread
 
 
 def load(pointer: Value, mask: Operand | None = None, other: Operand | None = None, **_) -> Value:
@@ -17,6 +17,7 @@ def load(pointer: Value, mask: Operand | None = None, other: Operand | None = No
     Without `other` those hold nothing one may rely on: NaN here, where the dtype has it. Where the
     last axis is a ramp, rows are read whole. Hints about caches are taken and ignored.
     """
+    masked = mask is not None
     mask, live = _access("load", pointer, mask)
     flat, first = pointer.buffer.flat, pointer.data
     width = pointer.shape[-1] if pointer.ramp else 1
@@ -26,13 +27,15 @@ def load(pointer: Value, mask: Operand | None = None, other: Operand | None = No
         data = flat[pointer.lanes.clamp(0, len(flat) - 1)]
     else:
         data = flat.new_zeros(())
+    if other is not None and not masked:
+        raise fault("tl.load takes `other` only with a mask")
     if mask is not None:
         if other is None:
             other = torch.nan if flat.is_floating_point() else 0
         data = torch.where(mask, data, _lanes_for(pointer, other, "a value").to(flat.dtype))
     if current().options.poison and flat.is_floating_point():
         stale = data.isnan() if live is None else data.isnan() & live
-        _refuse(stale, pointer, "reads a NaN, so a slot that nobody owns,")
+        _refuse(stale, pointer, "reads poison, NaN, at")
     return Value(data, pointer.shape)
 
 
@@ -59,7 +62,7 @@ def _write(kind: str, pointer: Value, value: Operand, mask: Operand | None) -> N
 def _lanes_for(pointer: Value, x: Operand, what: str) -> torch.Tensor:
     """x's lanes, ready to broadcast to those of the pointer."""
     x = as_value(x)
-    if joint_shape(x.shape, pointer.shape) != pointer.shape:
+    if not broadcasts(x.shape, pointer.shape):
         raise fault(f"{what} of shape {list(x.shape)} for {list(pointer.shape)} pointers")
     return spread(x.lanes, len(pointer.shape))
 
@@ -78,9 +81,11 @@ def _access(
     if not isinstance(pointer, Value) or not pointer.buffer:
         raise fault(f"tl.{kind} wants pointers, got {getattr(pointer, 'dtype', pointer)}")
     wave, trace = current(), _trace.get()
-    mask = None if mask is None else _lanes_for(pointer, mask, "a mask").bool()
-    if mask is not None and mask.numel() == 1 and bool(mask):
-        mask = None
+    if mask is not None:
+        mask = _lanes_for(pointer, mask, "a mask")
+        if mask.dtype != torch.bool:
+            raise fault(f"a mask is int1, and this one {mask.dtype}: compare it with something")
+        mask = None if mask.numel() == 1 and bool(mask) else mask
     live = mask
     if wave.active is not None:
         active = spread(wave.active, len(pointer.shape))

@@ -3,15 +3,15 @@
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache, lru_cache
+from itertools import zip_longest
 from typing import Any
 
 import torch
 
 from nanoserve.kernels.tlsim.grid import current, fault
 
-INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 HALVES = (torch.float16, torch.bfloat16)
-GRID = (slice(None),) * 3  # the axes x, y and z of the grid
 
 
 class Buffer:
@@ -33,35 +33,37 @@ class PointerType:
 
 def _operator(op: Callable) -> tuple[Callable, Callable]:
     """The methods for `value op other` and for `number op value`."""
-    return (lambda a, b: combine(op, a, b)), (lambda a, b: combine(op, b, a))
+    return (lambda a, b: combine(op, *paired(a, b))), (lambda a, b: combine(op, *paired(b, a)))
+
+
+def _division(op: Callable) -> tuple[Callable, Callable]:
+    """The same for divisions: halves are divided in float32."""
+
+    def divide(a: "Operand", b: "Operand") -> "Value":
+        a, b = paired(a, b)
+        if a.dtype in HALVES:
+            a, b = a.to(torch.float32), b.to(torch.float32)
+        return combine(op, a, b)
+
+    return divide, lambda a, b: divide(b, a)
+
+
+def _quotient(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    if a.is_floating_point():
+        raise fault("// is for integers: use / and tl.floor")
+    return torch.div(a, b, rounding_mode="trunc")  # C's rule, not Python's: -7 // 2 is -3
 
 
 def _comparison(op: Callable) -> Callable:
     """The method for a comparison. A mask that is true everywhere is held as a single True."""
 
     def compare(a: "Value", b: "Operand") -> "Value":
-        mask = combine(op, a, b)
+        mask = combine(op, *paired(a, b))
         if mask.shape and bool(mask.data.all()):
             mask.data = mask.data.new_ones((1,) * mask.data.dim())
         return mask
 
     return compare
-
-
-def _division(op: Callable) -> tuple[Callable, Callable]:
-    """The methods for a division by Triton's rules: halves are divided in float32."""
-
-    def divide(a: "Operand", b: "Operand") -> "Value":
-        a, b = (x.to(torch.float32) if getattr(x, "dtype", 0) in HALVES else x for x in (a, b))
-        return combine(lambda x, y: op(*map(torch.as_tensor, (x, y))), a, b)
-
-    return divide, lambda a, b: divide(b, a)
-
-
-def _quotient(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    if a.is_floating_point() or b.is_floating_point():
-        raise fault("// is for integers: use / and tl.floor")
-    return torch.div(a, b, rounding_mode="trunc")  # C's rule, not Python's: -7 // 2 is -3
 
 
 class Value:
@@ -108,12 +110,17 @@ class Value:
 
     @property
     def T(self) -> "Value":
-        return Value(self.whole.transpose(-2, -1), (*self.shape[:-2], *self.shape[:-3:-1]))
+        shape = (*self.shape[:-2], *self.shape[:-3:-1])
+        return Value(self.whole.transpose(-2, -1), shape, self.buffer)
 
     def to(self, dtype: torch.dtype) -> "Value":
         """The same numbers in another dtype."""
-        ramp = self.ramp and dtype in INTEGERS
-        return Value((self.data if ramp else self.lanes).to(dtype), self.shape, self.buffer, ramp)
+        if dtype == self.dtype:
+            return self
+        if self.buffer:
+            raise fault(f"a pointer into {self.buffer.name} is no number to be cast")
+        ramp = self.ramp and dtype == torch.int64  # the only one that is sure to hold every lane
+        return Value((self.data if ramp else self.lanes).to(dtype), self.shape, None, ramp)
 
     def __getitem__(self, index: Any) -> "Value":
         """x[:, None] and the like: new axes of size 1, which is all that Triton can index."""
@@ -121,9 +128,14 @@ class Value:
         if [i for i in index if i is not None] != [slice(None)] * len(self.shape):
             raise fault(f"a block of shape {list(self.shape)} is indexed by None and : alone")
         ramp, sizes = self.ramp and index[-1] is not None, iter(self.shape)
+        data = self.data if ramp else self.lanes
+        for axis, i in enumerate(index):
+            data = data.unsqueeze(3 + axis) if i is None else data
         shape = tuple(1 if i is None else next(sizes) for i in index)
-        data = (self.data if ramp else self.lanes)[(*GRID, *index)]
         return Value(data, shape, self.buffer, ramp)
+
+    def __index__(self) -> int:
+        raise fault("this must be known when the kernel is compiled: a number, or tl.constexpr")
 
     def __bool__(self) -> bool:
         if self.shape:
@@ -140,21 +152,17 @@ class Value:
         return f"<{list(self.shape)} {kind}>\n{self.lanes}"
 
     def __add__(self, other: "Operand") -> "Value":
-        if self.ramp or self.buffer:
-            return _shift(self, as_value(other))
-        if isinstance(other, Value) and (other.ramp or other.buffer):
-            return _shift(other, self)
-        return combine(operator.add, self, other)
+        return _sum(self, other)
 
     __radd__ = __add__
 
     def __sub__(self, other: "Operand") -> "Value":
         if self.ramp or self.buffer:
             return self + -other
-        return combine(operator.sub, self, other)
+        return combine(operator.sub, *paired(self, other))
 
     def __rsub__(self, other: "Operand") -> "Value":
-        return combine(operator.sub, other, self)
+        return combine(operator.sub, *paired(other, self))
 
     def __neg__(self) -> "Value":
         return combine(operator.neg, self)
@@ -166,7 +174,7 @@ class Value:
         blocks = isinstance(other, Value) and self.shape and other.shape
         if blocks and self.dtype == other.dtype == torch.float32:
             return Product(self, other)
-        return combine(operator.mul, self, other)
+        return combine(operator.mul, *paired(self, other))
 
     __rmul__ = __mul__
     __truediv__, __rtruediv__ = _division(operator.truediv)
@@ -213,8 +221,9 @@ class Product(Value):
 Operand = Value | int | float | bool
 
 
-def as_value(x: Operand) -> Value:
-    """A number as Triton types it: int1, int32 (int64 where that is too small) or float32."""
+def as_value(x: Operand, beside: Value | None = None) -> Value:
+    """A number as Triton types it: int1, int32 (int64 where that is too small) or float32; or as
+    the value `beside` it is typed, if that is of its kind or a wider one."""
     if isinstance(x, Value):
         return x
     if not isinstance(x, int | float):
@@ -222,19 +231,52 @@ def as_value(x: Operand) -> Value:
     dtype = torch.int32 if -(2**31) <= x < 2**31 else torch.int64
     if not isinstance(x, int) or isinstance(x, bool):
         dtype = torch.bool if isinstance(x, bool) else torch.float32
-    return Value(torch.tensor([[[x]]], dtype=dtype, device=current().ids[0].device))
+    if beside is not None and not beside.buffer and _kind(dtype) <= _kind(beside.dtype):
+        dtype = beside.dtype
+    try:
+        return _constant(x, dtype, current().ids[0].device)
+    except RuntimeError:
+        raise fault(f"{x} is out of range for {dtype}") from None
 
 
+@lru_cache(maxsize=1024)
+def _constant(x: int | float, dtype: torch.dtype, device: torch.device) -> Value:
+    return Value(torch.tensor([[[x]]], dtype=dtype, device=device))
+
+
+def _kind(dtype: torch.dtype) -> int:
+    return 0 if dtype == torch.bool else 1 + dtype.is_floating_point
+
+
+def paired(a: Operand, b: Operand) -> tuple[Value, Value]:
+    """Two operands in the dtype that Triton computes in: torch's choice, but for bfloat16 beside
+    anything else, which is float32, or float16 beside that."""
+    a = a if isinstance(a, Value) else as_value(a, b if isinstance(b, Value) else None)
+    b = b if isinstance(b, Value) else as_value(b, a)
+    if a.buffer or b.buffer or a.dtype == b.dtype:
+        return a, b
+    dtype, both = torch.promote_types(a.dtype, b.dtype), {a.dtype, b.dtype}
+    if torch.bfloat16 in both:
+        half = torch.float16 in both
+        dtype = torch.float16 if half else torch.promote_types(dtype, torch.float32)
+    return a.to(dtype), b.to(dtype)
+
+
+@cache
 def joint_shape(*shapes: tuple[int, ...]) -> tuple[int, ...]:
     """The shape that blocks of these shapes broadcast to, aligned at the last axis."""
-    if len(set(shapes)) == 1:
-        return shapes[0]
-    rank = max(map(len, shapes))
-    padded = [(1,) * (rank - len(shape)) + shape for shape in shapes]
-    joint = tuple(map(max, zip(*padded, strict=True)))
-    if any(n not in (1, size) for s in padded for n, size in zip(s, joint, strict=True)):
+    sizes = zip_longest(*(shape[::-1] for shape in shapes), fillvalue=1)
+    joint = tuple(map(max, sizes))[::-1]
+    if not all(broadcasts(shape, joint) for shape in shapes):
         raise fault(f"shapes {' and '.join(str(list(s)) for s in shapes)} do not broadcast")
     return joint
+
+
+@cache
+def broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
+    """Whether a block of a shape can be repeated along axes of size 1 until it has another."""
+    pairs = zip(shape[::-1], to[::-1], strict=False)
+    return len(shape) <= len(to) and all(n in (1, size) for n, size in pairs)
 
 
 def spread(data: torch.Tensor, rank: int) -> torch.Tensor:
@@ -243,31 +285,26 @@ def spread(data: torch.Tensor, rank: int) -> torch.Tensor:
     return data.reshape(*data.shape[:3], *(1,) * missing, *data.shape[3:]) if missing else data
 
 
-def combine(op: Callable, *operands: Operand) -> Value:
-    """op on every lane of every program. Plain numbers take the dtype of the values beside them."""
-    if not any(isinstance(x, Value) for x in operands):
-        operands = tuple(map(as_value, operands))
-    shape = joint_shape(*(x.shape for x in operands if isinstance(x, Value)))
-    data = []
-    for x in operands:
-        if isinstance(x, Value):
-            if x.buffer:
-                raise fault(f"pointers into {x.buffer.name} can be moved by integers, no more")
-            x = spread(x.lanes, len(shape))
-            if x.dtype == torch.bool and any(type(y) is int for y in operands):
-                x = x.to(torch.int32)  # as Triton has it; torch would take int64
-        data.append(x)
-    return Value(op(*data), shape)
+def combine(op: Callable, *values: Value) -> Value:
+    """op on every lane of every program, with the shapes broadcast."""
+    shape = joint_shape(*[x.shape for x in values])
+    for x in values:
+        if x.buffer:
+            raise fault(f"pointers into {x.buffer.name} can be moved by integers, no more")
+    try:
+        return Value(op(*[spread(x.lanes, len(shape)) for x in values]), shape)
+    except RuntimeError as error:  # torch's, of dtypes that the operator does not take
+        raise fault(str(error)) from None
 
 
-def _shift(a: Value, b: Value) -> Value:
-    """a + b where a is a pointer or a ramp: it stays one, unless b differs from lane to lane."""
-    buffer, moves = a.buffer or b.buffer, not (a.buffer and b.buffer)
-    if buffer and not (moves and {a.data.dtype, b.data.dtype} <= set(INTEGERS)):
+def _sum(a: Operand, b: Operand) -> Value:
+    """a + b. A pointer stays one, and a ramp, unless what is added differs from lane to lane."""
+    a, b = paired(a, b)
+    buffer = a.buffer or b.buffer
+    if buffer and ((a.buffer and b.buffer) or _kind(a.data.dtype) + _kind(b.data.dtype) != 2):
         raise fault(f"pointers into {buffer.name} can be moved by integers, no more")
-    shape = joint_shape(a.shape, b.shape)
     ramp, other = (a, b) if a.ramp else (b, a)
-    alike = other.data.dtype in INTEGERS and (not other.shape or other.data.shape[-1] == 1)
-    stays = ramp.ramp and alike and not other.ramp
+    stays = ramp.ramp and not other.ramp and (not other.shape or other.data.shape[-1] == 1)
+    shape = joint_shape(a.shape, b.shape)
     x, y = (spread(v.data if stays else v.lanes, len(shape)) for v in (a, b))
     return Value(x + y, shape, buffer, stays)
