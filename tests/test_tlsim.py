@@ -457,7 +457,7 @@ def test_poison_makes_reading_a_nan_an_error():
     x[2] = torch.nan
     with tlsim.options(poison=True):
         copy[(2,)](x, torch.zeros(4), 2, BLOCK=2)
-        with refuses(r"program \(1,\), lane \[0\]: reads poison, NaN, at x_ptr\[2\] of 4"):
+        with refuses(r"program \(1,\), lane \[0\]: reads a NaN, .* x_ptr\[2\] of 4"):
             copy[(2,)](x, torch.zeros(4), 4, BLOCK=2)
     copy[(2,)](x, torch.zeros(4), 4, BLOCK=2)
 

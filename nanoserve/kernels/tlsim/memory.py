@@ -35,7 +35,7 @@ def load(pointer: Value, mask: Operand | None = None, other: Operand | None = No
         data = torch.where(mask, data, _lanes_for(pointer, other, "a value").to(flat.dtype))
     if current().options.poison and flat.is_floating_point():
         stale = data.isnan() if live is None else data.isnan() & live
-        _refuse(stale, pointer, "reads poison, NaN, at")
+        _refuse(stale, pointer, "reads a NaN, so a slot that nobody owns,")
     return Value(data, pointer.shape)
 
 
