@@ -10,6 +10,7 @@ from nanoserve.bench.decode import WrongAnswer
 from nanoserve.bench.timing import Clock, median_times
 from nanoserve.cache import BLOCK_SIZE, KVPool, PagedKVCache
 from nanoserve.config import ModelConfig, parse_config
+from nanoserve.kernels.dispatch import use_backend
 from nanoserve.layers import sdpa
 
 # from the config.json that is published with the model
@@ -54,9 +55,10 @@ def read_benchmark(
 ) -> list[ReadRow]:
     """Time one layer's attention of one new token over histories that lie in scattered blocks.
 
-    "gather" copies the history out of the pool and attends; "fused" is the cache's own read. They
-    must agree to the last bit, or WrongAnswer is raised and no time is given. Each round reads the
-    next layer, and another for each path: a long history never waits in the processor's cache.
+    "gather" copies the history out of the pool and attends; "fused" is the cache's own read, by the
+    reference. They must agree to the last bit, or WrongAnswer is raised and no time is given. Each
+    round reads the next layer, and another for each path: a long history never waits in the
+    processor's cache.
     """
     rows = []
     for history in histories:
@@ -69,7 +71,10 @@ def read_benchmark(
 
         def fused(layers=layers, cache=cache, step=step) -> torch.Tensor:
             layers[1] = (layers[1] + 1) % (config.num_layers - 1)
-            return cache.paged_attention(layers[1], step["k"], step["v"], step["q"], config.n_rep)
+            with use_backend("reference"):  # what the cache called when the baseline was taken
+                return cache.paged_attention(
+                    layers[1], step["k"], step["v"], step["q"], config.n_rep
+                )
 
         paths = {"gather": gather, "fused": fused}
         if not torch.equal(fused(), gather()):  # fused first: gather would write for it
