@@ -3,7 +3,7 @@
 import torch
 
 from nanoserve.config import ModelConfig
-from nanoserve.kernels.reference import paged_attention_reference
+from nanoserve.kernels.dispatch import paged_attention_dispatch
 
 BLOCK_SIZE = 16  # slots of a block: small enough to waste little, large enough for a short table
 
@@ -210,7 +210,7 @@ class PagedKVCache:
         The history is read where it lies, through the slot mapping; errors as for append.
         """
         slots = self._write(layer, k, v)
-        return paged_attention_reference(
+        return paged_attention_dispatch(
             q, self.pool.k[layer], self.pool.v[layer], slots, n_rep, scale
         )
 

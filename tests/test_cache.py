@@ -21,7 +21,8 @@ from nanoserve.cache import (
 )
 from nanoserve.config import parse_config
 from nanoserve.generate import next_logits
-from nanoserve.kernels.reference import ATOL, RTOL
+from nanoserve.kernels.dispatch import paged_attention_dispatch, select_backend, use_backend
+from nanoserve.kernels.reference import ATOL, RTOL, paged_attention_reference
 from nanoserve.layers import sdpa
 from nanoserve.model import load_model
 from tests.checkpoints import SHAPES, random_model, save
@@ -591,22 +592,25 @@ def attending(layer_tokens: tuple[int, ...], **options) -> tuple:
     return ours, sdpa(q, keys, values, **options)
 
 
-# Four tests that Day 25 restates, when the kernel takes the oracle's place.
+# Day 25 restated these four. Until then they said torch.equal, and 1e-6 for the logits: the read
+# was the oracle's own sum, and byte-identity its property, not paging's. A kernel adds the same
+# numbers in another order. So its tolerance is borrowed from where the approximation is defined;
+# what only moves numbers, scatter and gather, stays equal to the last bit.
 
 
 def test_pinned_the_fused_read_is_contiguous_attention_on_decode():
     ours, contiguous = attending((7, 1, 1, 1))
-    assert torch.equal(ours, contiguous)
+    torch.testing.assert_close(ours, contiguous, atol=ATOL, rtol=RTOL)
 
 
 def test_pinned_the_fused_read_is_contiguous_attention_on_prefill():
     ours, contiguous = attending((11,))
-    assert torch.equal(ours, contiguous)
+    torch.testing.assert_close(ours, contiguous, atol=ATOL, rtol=RTOL)
 
 
 def test_pinned_the_fused_read_is_contiguous_attention_on_continuation():
     ours, contiguous = attending((7, 5))
-    assert torch.equal(ours, contiguous)
+    torch.testing.assert_close(ours, contiguous, atol=ATOL, rtol=RTOL)
 
 
 def test_pinned_a_two_layer_models_paged_logits_are_the_naive_ones(tmp_path):
@@ -614,12 +618,34 @@ def test_pinned_a_two_layer_models_paged_logits_are_the_naive_ones(tmp_path):
     naive, paged = NaiveKVCache(model.config), PagedKVCache(KVPool(model.config, 8, 4, poison=True))
     for ids in ([5, 9, 33, 2, 71], [8], [60], [4, 4, 90], [1]):
         ours, theirs = (next_logits(model, ids, cache) for cache in (paged, naive))
-        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=0)
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+
+
+def test_pinned_scatter_and_gather_still_change_no_bit():
+    """The kernel's write, then append's gather: what came, in every bit, as in a plain strip."""
+    pool = small_pool(16, 4)
+    paged, other, naive = PagedKVCache(pool), PagedKVCache(pool), NaiveKVCache(CONFIG)
+    for turn, seq in enumerate((7, 1, 3)):
+        step(other, *both_layers(2, seed=70 + turn))
+        k, v = both_layers(seq, seed=turn)
+        for layer in range(2):
+            paged.paged_attention(layer, k[layer], v[layer], torch.ones(1, 6, seq, 8), 3)
+            expected = naive.append(layer, k[layer], v[layer])
+            for pool_of, contiguous in zip((pool.k, pool.v), expected, strict=True):
+                slots = torch.tensor([paged.table.slot(p) for p in range(contiguous.shape[2])])
+                assert torch.equal(pool_of[layer][slots].transpose(0, 1), contiguous[0])
+
+
+def test_with_the_oracle_behind_it_the_fused_read_is_equal_to_the_last_bit():
+    with use_backend("reference"):
+        for layer_tokens in ((7, 1, 1, 1), (11,), (7, 5)):
+            ours, contiguous = attending(layer_tokens)
+            assert torch.equal(ours, contiguous)
 
 
 def test_an_explicit_scale_reaches_the_read():
     ours, contiguous = attending((7, 5), scale=0.05)
-    assert torch.equal(ours, contiguous)
+    torch.testing.assert_close(ours, contiguous, atol=ATOL, rtol=RTOL)
     assert (ours - attending((7, 5))[0]).abs().max() > 0.01
 
 
@@ -636,9 +662,14 @@ def test_the_fused_read_writes_as_append_does():
     assert bytes_of(pools[0]) == bytes_of(pools[1])
 
 
+# Day 25's two wiring tests: what the cache hands to the kernel, and what comes of it.
+
+
 @pytest.mark.parametrize("layer", [0, 1])
 @pytest.mark.parametrize("scale", [None, 0.3])
-def test_the_read_is_asked_once_for_this_layer_and_answers_itself(layer, scale, monkeypatch):
+def test_wiring_the_dispatcher_is_called_once_and_its_answer_handed_straight_back(
+    layer, scale, monkeypatch
+):
     pool = small_pool()
     cache, other = PagedKVCache(pool), PagedKVCache(pool)
     step(cache, *both_layers(3, seed=1))
@@ -650,18 +681,36 @@ def test_the_read_is_asked_once_for_this_layer_and_answers_itself(layer, scale, 
         calls.append((args, kwargs))
         return answer
 
-    monkeypatch.setattr("nanoserve.cache.paged_attention_reference", spy)
+    monkeypatch.setattr("nanoserve.cache.paged_attention_dispatch", spy)
     assert cache.paged_attention(layer, k, v, q, 3, scale) is answer
     [(args, kwargs)] = calls
     names = ("q", "k_pool", "v_pool", "slot_mapping", "n_rep", "scale")
     given = dict(zip(names, args, strict=False)) | kwargs
     assert given["q"] is q
-    assert given["k_pool"].data_ptr() == pool.k[layer].data_ptr()
-    assert given["v_pool"].data_ptr() == pool.v[layer].data_ptr()
-    assert given["k_pool"].shape == given["v_pool"].shape == (24, 2, 8)
+    for name, mine in (("k_pool", pool.k[layer]), ("v_pool", pool.v[layer])):  # views, no copies
+        assert given[name].data_ptr() == mine.data_ptr()
+        assert (given[name].shape, given[name].stride()) == (mine.shape, mine.stride())
     assert given["slot_mapping"].tolist() == [cache.table.slot(p) for p in range(7)]
     assert (given["n_rep"], given.get("scale")) == (3, scale)
     assert torch.equal(pool.k[layer, given["slot_mapping"][3:]], k[0].transpose(0, 1))  # written
+
+
+@pytest.mark.parametrize("layer_tokens", [(7, 1, 1, 1), (11,), (7, 5)])
+def test_wiring_the_caches_pools_give_the_same_through_the_kernel_and_the_oracle(
+    layer_tokens, monkeypatch
+):
+    """The very arguments that the cache hands over, through both, in a pool full of NaN."""
+    calls = []
+
+    def spy(*args):
+        calls.append(args)
+        return paged_attention_dispatch(*args)
+
+    monkeypatch.setattr("nanoserve.cache.paged_attention_dispatch", spy)
+    ours, _ = attending(layer_tokens)
+    [args] = calls
+    assert select_backend(args[0].device) == "tlsim"
+    torch.testing.assert_close(ours, paged_attention_reference(*args), atol=ATOL, rtol=RTOL)
 
 
 def test_a_model_asks_each_layer_of_a_paged_cache_to_attend_and_gathers_nothing(tmp_path):

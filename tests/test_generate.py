@@ -20,6 +20,7 @@ from nanoserve.generate import (
     new_cache,
     next_logits,
 )
+from nanoserve.kernels.dispatch import use_backend
 from nanoserve.model import load_model
 from nanoserve.sampling import Sample, SamplingParams, sample
 from nanoserve.tokenizer import load_tokenizer
@@ -95,12 +96,15 @@ def test_paged_memory_says_what_contiguous_memory_says(name, params, smollm2):
     assert (said["paged"] == case["greedy_ids"][: params.max_tokens]) or params is SEEDED
 
 
-def test_the_real_models_paged_logits_are_the_naive_ones_to_the_bit(smollm2):
+@pytest.mark.parametrize(("backend", "within"), [("reference", 0), ("tlsim", 1e-5)])
+def test_the_real_models_paged_logits_are_the_naive_ones(backend, within, smollm2):
+    """To the last bit with the oracle behind the read, and within 1e-5 of the largest logit."""
     steps = [REFERENCE["chat-moon"]["prompt_ids"], [28], [339, 414, 5, 60, 17], [2]]
     naive, paged = (new_cache(kind, smollm2.model, 60) for kind in ("naive", "paged"))
     for ids in steps:
-        ours, theirs = (next_logits(smollm2.model, ids, cache) for cache in (paged, naive))
-        assert torch.equal(ours, theirs)
+        with use_backend(backend):
+            ours, theirs = (next_logits(smollm2.model, ids, cache) for cache in (paged, naive))
+        assert apart(ours, theirs) <= within
 
 
 def test_a_chat_is_the_template_and_its_ids(smollm2):
@@ -146,14 +150,15 @@ def test_appends_in_chunks_are_one_append(chunks, tmp_path):
     assert apart(after[1], after[0]) < 1e-5
 
 
+@pytest.mark.parametrize(("backend", "within"), [("reference", 0), ("tlsim", 1e-5)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_paged_logits_are_the_naive_ones_to_the_bit_whatever_the_model(kind, tmp_path):
+def test_paged_logits_are_the_naive_ones_whatever_the_model(kind, backend, within, tmp_path):
     model = load_model(save(random_model(kind), tmp_path))
     naive = NaiveKVCache(model.config, capacity=4)
     paged = PagedKVCache(KVPool(model.config, 8, 3, poison=True))
-    with torch.no_grad():
+    with torch.no_grad(), use_backend(backend):
         for ids in ids_of(23).split((9, 1, 1, 6, 1, 4, 1), dim=1):
-            assert torch.equal(model(ids, paged), model(ids, naive))
+            assert apart(model(ids, paged), model(ids, naive)) <= within
     assert paged.seq_len == 23
 
 
@@ -162,7 +167,7 @@ def test_half_precision_is_paged_to_the_bit_too(dtype, tmp_path):
     model = load_model(save(random_model(), tmp_path), dtype)
     naive, paged = (new_cache(kind, model, 23) for kind in ("naive", "paged"))
     assert paged.pool.k.dtype == dtype
-    with torch.no_grad():
+    with torch.no_grad(), use_backend("reference"):  # a kernel keeps more digits than the oracle
         for ids in ids_of(23).split((9, 1, 1, 12), dim=1):
             assert torch.equal(model(ids, paged), model(ids, naive))
 

@@ -224,6 +224,46 @@ memory traffic: The bytes that really move: each read and each write, copies inc
 sweep: The same measurement over a range of sizes.
 baseline: The measured time that a later change has to beat.
 """,
+    21: """
+kernel: A small program for many processors at once, started by a launch.
+launch: To start one kernel as a whole grid of programs.
+grid: All programs of a launch, numbered along one to three axes.
+program: One run of a kernel's source. All run the same, and each knows its number.
+lane: One place of a block of numbers that a program computes with at once.
+pointer: A buffer and an offset into it: where something lies, not what it is.
+stride: How far it is from one row to the next, in elements.
+mask: True or false for each lane: whether it takes part in a load or a store.
+coalesced: Said of an access whose neighbouring lanes lie side by side in memory.
+lockstep: All programs at once, each line for all of them before the next line.
+sanitizer: A watchman over memory: it refuses what is outside, or was stored to by another program.
+Triton: A language for kernels that looks like Python and is compiled for a graphics card.
+""",
+    23: """
+launch: To start a kernel on a grid of programs, its arguments handed over.
+stride: How many elements apart two neighbours along an axis of a tensor lie in memory.
+backend: One of several ways to do the same thing, chosen while the program runs.
+dispatch: To look at what was handed in, and pass it on to the code that can deal with it.
+fallback: What runs where the first choice cannot.
+override: An order from outside that takes the place of a choice the program would make.
+compute capability: The generation of an NVIDIA card as a pair of numbers: a T4 has 7.5, an H200
+    9.0. A compiler's target is named after it: sm_75, sm_90.
+ahead of time: Compiled before anything runs, for a machine that need not be there.
+PTX: NVIDIA's assembly language: what Triton writes before it becomes one card's machine code.
+shared memory: Memory on the chip that all threads of one program can reach: 64 KiB on a T4.
+""",
+    22: """
+online softmax: A softmax that meets its scores a few at a time, keeping the largest so far and the
+    sum of exponentials under it, and corrects both when a larger score comes.
+fold: To take in a new part by changing a small state, so that the part itself may be forgotten.
+register: A place for one number inside a processor: the fastest memory there is, and the smallest.
+reduction: Making one number of many: a sum, a maximum.
+flash attention: Attention whose scores never reach memory (Dao et al. 2022): tile by tile, by an
+    online softmax.
+""",
+    25: """
+wiring test: A test of what is handed over and handed back, with a spy in the callee's place.
+deviation: How far two ways to compute the same thing come apart.
+""",
 }
 
 

@@ -70,7 +70,7 @@ from nanoserve.kernels.reference import paged_attention_reference
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/cache.py
+# until day 25: lands in nanoserve/cache.py
 class PagedKVCache(PagedKVCache):
     def paged_attention(
         self,
