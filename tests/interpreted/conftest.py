@@ -1,0 +1,14 @@
+"""Triton's own engines: its interpreter where TRITON_INTERPRET=1 was set, else compiled on a card.
+
+Nothing here is collected where neither can run. Triton reads the variable when it is imported, so
+the interpreter has a process of its own: `TRITON_INTERPRET=1 python -m pytest tests/interpreted`.
+"""
+
+import os
+
+import torch
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    collect_ignore_glob = ["test_card*.py"]  # what only a card can show
+elif not torch.cuda.is_available():
+    collect_ignore_glob = ["test_*.py"]

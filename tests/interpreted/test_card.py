@@ -1,0 +1,135 @@
+"""What only a card can show: pools past 32 bits, no wait for the device, the engine on CUDA."""
+
+import pytest
+import torch
+
+from nanoserve import LLM, SamplingParams, load_model
+from nanoserve.generate import new_cache, next_logits
+from nanoserve.kernels import dispatch
+from nanoserve.kernels.dispatch import BACKENDS, paged_attention_dispatch, use_backend
+from tests.checkpoints import KINDS
+from tests.folders import VOCABULARY, write_checkpoint
+from tests.reads import HALVES, LAYOUTS, Read, assert_answers, tensors
+
+GIB = 1 << 30
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@pytest.fixture
+def memory():
+    """Many GiB are taken by these tests, and given back to the card by each."""
+    torch.cuda.empty_cache()
+    yield
+    torch.cuda.empty_cache()
+
+
+def fits(dtype: torch.dtype, bits: int) -> bool:
+    """Whether two pools of 2 ** bits elements fit on the card, with 2 GiB beside them."""
+    return 2 * (dtype.itemsize << bits) + 2 * GIB < torch.cuda.mem_get_info()[1]
+
+
+@pytest.mark.parametrize(("seq_q", "integer"), [(1, torch.int32), (3, torch.int64)])
+@pytest.mark.parametrize(
+    ("dtype", "bits"),
+    [(dtype, bits) for dtype in DTYPES for bits in (31, 32) if fits(dtype, bits)],
+)
+def test_a_pool_of_more_elements_than_an_integer_counts(dtype, bits, seq_q, integer, memory):
+    read = Read(32, 8, 128, seq_q, 700, dtype=dtype, integer=integer)
+    edge = (1 << bits) // (8 * 128)  # the slot whose first element is number 2 ** bits
+    pools = tuple(
+        torch.full((edge + 500, 8, 128), torch.nan, dtype=dtype, device="cuda") for _ in range(2)
+    )
+    slots = edge - 500 + torch.randperm(1000, generator=torch.Generator().manual_seed(0))[:700]
+    assert (slots < edge).any()
+    assert (slots >= edge).any()
+    assert_answers(paged_attention_dispatch(*tensors(read, "cuda", pools=pools, slots=slots)), read)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_backend_can_run_on_the_card(backend):
+    for reads in (LAYOUTS, HALVES):
+        for read in (read for name, read in reads.items() if "all at once" in name):
+            with use_backend(backend):
+                assert_answers(paged_attention_dispatch(*tensors(read, "cuda")), read)
+
+
+def test_on_the_card_triton_is_chosen(monkeypatch):
+    read, inputs = Read(), tensors(Read(), "cuda")
+    monkeypatch.setattr(dispatch, "paged_attention_triton", lambda *args: ("triton", args))
+    backend, args = paged_attention_dispatch(*inputs)
+    assert backend == "triton"
+    assert all(a is b for a, b in zip(args, inputs, strict=True))
+    assert dispatch.select_backend("cuda") == dispatch.select_backend("cuda:0") == "triton"
+    assert_answers(dispatch.paged_attention_tlsim(*inputs), read)
+
+
+def test_a_read_does_not_wait_for_the_card():
+    read = Read(9, 3, 64, 1, 300)
+    inputs = tensors(read, "cuda")
+    paged_attention_dispatch(*inputs)  # compiled, loaded
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        out = paged_attention_dispatch(*inputs)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert_answers(out, read)
+
+
+def test_a_read_can_be_captured_in_a_graph():
+    read = Read(9, 3, 64, 1, 300)
+    inputs = tensors(read, "cuda")
+    paged_attention_dispatch(*inputs)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = paged_attention_dispatch(*inputs)
+    out.zero_()
+    graph.replay()
+    assert_answers(out, read)
+
+
+def test_slots_are_checked_on_the_card_on_request(monkeypatch):
+    q, k_pool, v_pool, slots, *rest = tensors(Read(), "cuda")
+    slots[3] = len(k_pool)
+    monkeypatch.setenv("NANOSERVE_CHECK_SLOTS", "1")
+    with pytest.raises(ValueError, match="names slot 79, and the pools have 79"):
+        paged_attention_dispatch(q, k_pool, v_pool, slots, *rest)
+
+
+@pytest.mark.parametrize("argument", ["k_pool", "v_pool", "slot_mapping"])
+def test_tensors_on_two_devices_are_refused(argument):
+    inputs = list(tensors(Read(), "cuda"))
+    place = ("q", "k_pool", "v_pool", "slot_mapping").index(argument)
+    inputs[place] = inputs[place].cpu()
+    with pytest.raises(ValueError, match=f"{argument} lies on cpu and q on cuda:0"):
+        paged_attention_dispatch(*inputs)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_engine_gives_the_cpus_tokens(kind, tmp_path, monkeypatch):
+    folder = write_checkpoint(tmp_path, kind, eos=None)
+    random = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(VOCABULARY, (n,), generator=random).tolist() for n in (1, 5, 17)]
+    seen, triton = [], dispatch.paged_attention_triton
+
+    def spied(*args):
+        seen.append(args[0].device.type)
+        return triton(*args)
+
+    monkeypatch.setattr(dispatch, "paged_attention_triton", spied)
+    params = SamplingParams(max_tokens=20)
+    ours, theirs = (LLM(folder, device=d).generate(prompts, params) for d in ("cuda", "cpu"))
+    assert [x.token_ids for x in ours] == [x.token_ids for x in theirs]
+    assert seen == ["cuda"] * (2 * 20 * len(prompts))  # layers, steps
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_in_half_precision_the_logits_are_the_oracles_but_for_rounding(dtype, tmp_path):
+    model = load_model(write_checkpoint(tmp_path), dtype, "cuda")
+    logits = {}
+    for backend in ("triton", "reference"):
+        cache = new_cache("paged", model, 30)
+        with use_backend(backend):
+            steps = [next_logits(model, ids, cache) for ids in ([5, 7, 11, 13, 17], [19], [23])]
+        logits[backend] = torch.stack(steps).float()
+    apart = (logits["triton"] - logits["reference"]).abs().max() / logits["reference"].abs().max()
+    assert apart < 4 * torch.finfo(dtype).eps
