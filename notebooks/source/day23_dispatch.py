@@ -1,0 +1,951 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Day 23 · The same source, compiled
+#
+# Week 6 · Phase 2, paged memory · you need: Day 22 (The streaming softmax)
+#
+# **Today** the kernel leaves home. Its source goes, unchanged, to three engines: tlsim, Triton's
+# interpreter, and Triton's compiler for a card. You launch it, refuse what it could not survive, write
+# the rule that says which engine runs where, and hold all of them to one oracle.
+
+# %%
+# Set-up: installs nanoserve where it is missing (as on Colab). In your own clone it does nothing.
+import importlib.util, subprocess, sys
+from pathlib import Path
+
+REPOSITORY = ""  # on GitHub, OWNER/NAME
+if importlib.util.find_spec("nanoserve") is None:
+    wheels = sorted(Path.cwd().glob("nanoserve-*.whl"), key=lambda wheel: wheel.stat().st_mtime)
+    source = f"https://github.com/{REPOSITORY}/archive/refs/heads/main.zip" if REPOSITORY else None
+    source = wheels[-1].as_uri() if wheels else source
+    if source is None:
+        raise ModuleNotFoundError("put a nanoserve-*.whl beside this notebook, then run again")
+    print("Installing nanoserve, which takes a minute or two, from", source)
+    pip = [sys.executable, "-m", "pip", "install", "-q", f"nanoserve[notebook] @ {source}"]
+    done = subprocess.run(pip, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    print(done.stdout)
+    if done.returncode:
+        raise RuntimeError("pip could not install nanoserve; its reason stands above.")
+    importlib.invalidate_caches()
+
+# %%
+from nanoserve.course import day
+
+today = day(23)
+today.picture("one-source")
+
+# %% [markdown]
+# ## Why it matters
+#
+# A kernel that only one machine can run is tested on one machine, by those who have it. Two days ago
+# that would have been the end of this course for everybody without a card.
+#
+# So the kernel was written in Triton's language and in nothing else, and what differs between machines
+# was kept out of it. That part has to live somewhere, and today it gets its file. It is small: find out
+# what is here, check what came in, launch, and choose. Every serving engine has these pieces; at the
+# end you will find them in vLLM and SGLang.
+
+# %%
+today.glossary()
+
+# %% [markdown]
+# ## One source
+#
+# Here is the kernel of yesterday. Where Triton is installed, its decorator made an object of it that can
+# be compiled. tlsim takes that very object, reads the same function, and puts its own `tl` in the place
+# of Triton's.
+
+# %%
+import inspect
+
+import torch
+
+from nanoserve.kernels import tlsim
+from nanoserve.kernels.paged_attention import paged_attention_kernel
+
+simulated = tlsim.jit(paged_attention_kernel)
+print("the same function:", simulated.fn is paged_attention_kernel.fn)
+source = inspect.getsource(simulated.fn)
+print("tl." in source, "and torch is in it:", "torch" in source)
+
+# %% [markdown]
+# Which engines can run it here? Triton's wheels are for Linux alone. Compiled, the kernel needs an NVIDIA
+# card of **compute capability** 7.5 or newer: a T4 has it, and so does all that came after. And there is
+# a third way: with `TRITON_INTERPRET=1` set **before** Triton is imported, Triton compiles nothing and
+# runs the kernel line by line in NumPy, slowly and anywhere.
+#
+# `why_not_triton` gives back a reason instead of False. Remember that when you write such a function: a
+# reason can be shown to somebody.
+
+
+# %% jupyter={"source_hidden": true}
+# lands in nanoserve/kernels/dispatch.py
+BACKENDS = ("triton", "tlsim", "reference")
+LEAST_CAPABILITY = (7, 5)  # a T4: older cards Triton does not support
+
+
+def has_triton() -> bool:
+    """Whether Triton can be imported here: it is made for Linux alone."""
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def why_not_triton(device: torch.device) -> str | None:
+    """What keeps Triton from running on a device, or None."""
+    if not has_triton():
+        return "Triton cannot be imported"
+    if type(paged_attention_kernel).__name__ == "InterpretedFunction":
+        return None  # TRITON_INTERPRET=1 was set: Triton's interpreter runs anywhere
+    if device.type != "cuda":
+        return "it is no CUDA card, and TRITON_INTERPRET=1 was not set before Triton was imported"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < LEAST_CAPABILITY:
+        has, needs = (".".join(map(str, pair)) for pair in (capability, LEAST_CAPABILITY))
+        return f"its compute capability is {has}, and Triton needs {needs}"
+    return None
+
+
+# %%
+# NBVAL_IGNORE_OUTPUT
+print("Triton installed:", has_triton())
+for device in ("cpu", "cuda" if torch.cuda.is_available() else "meta"):
+    print(f"{device}:", why_not_triton(torch.device(device)) or "Triton runs here")
+assert has_triton() or why_not_triton(torch.device("cpu")) == "Triton cannot be imported"
+
+# %% [markdown]
+# ## The launch: a grid and eight strides
+#
+# A kernel gets a pointer to the first element of each tensor, and no shape. Everything else that it has to know about memory is
+# handed in as numbers. The kernel begins like this:
+#
+#     query = tl.program_id(0)
+#     head = tl.program_id(1)
+#     q = tl.load(q_ptr + head * q_head + query * q_seq + dim, ...)
+#
+# - **The grid** says how many programs there are along axis 0 and axis 1: one for each query of each
+#   query head.
+# - **A stride** says how many elements apart two neighbours along an axis lie. It cannot be told from a
+#   shape. Attention makes its queries like this, and never copies them:
+
+# %%
+n_q, n_kv, head_dim, block_size = 9, 3, 64, 16  # SmolLM2's heads
+generator = torch.Generator().manual_seed(23)
+projected = torch.randn(1, 5, n_q * head_dim, generator=generator)  # [batch, seq, n_q * head_dim]
+q = projected.view(1, 5, n_q, head_dim).transpose(1, 2)
+for name, x in (("the view that attention makes", q), ("the same, copied", q.contiguous())):
+    print(f"{name:30} {list(x.shape)} strides {x.stride()}")
+
+# %% [markdown]
+# The same shape and the same numbers, but a program that steps with the wrong strides lands in another
+# head.
+#
+# ## Your turn: `launch_arguments`
+#
+# Give back the two things that a launch needs besides the tensors:
+#
+# | | what | of |
+# | --- | --- | --- |
+# | `grid` | two numbers, for axis 0 and axis 1 | see above |
+# | `strides` | `q_head, q_seq, k_slot, k_head, v_slot, v_head, out_head, out_seq`, in elements | each tensor's own |
+#
+# with `q` and `out` `[1, n_q, seq_q, head_dim]`, `k_pool` and `v_pool` `[num_slots, n_kv, head_dim]`. Channels
+# must lie side by side, so no stride is needed for them. Stuck? `today.hint()` looks at the case that
+# failed.
+
+
+# %%
+def launch_arguments(q, k_pool, v_pool, out):
+    """(grid, strides) of paged_attention_kernel: two numbers, and eight, in its parameters' order."""
+    raise NotImplementedError("your turn")
+
+
+today.check(launch_arguments)
+
+
+# %% jupyter={"source_hidden": true}
+def launch_arguments(q, k_pool, v_pool, out):
+    """(grid, strides) of paged_attention_kernel: two numbers, and eight, in its parameters' order."""
+    grid = (q.shape[2], q.shape[1])
+    strides = (*q.stride()[1:3], *k_pool.stride()[:2], *v_pool.stride()[:2], *out.stride()[1:3])
+    return grid, strides
+
+
+# %% [markdown]
+# The launch that lands has them written out in the call. It knows nothing of engines: whoever calls it
+# brings the kernel as Triton or tlsim made it. Two more things are settled in it: `BLOCK_D` is head_dim
+# rounded up to a power of two (Day 21 said why), and `out` is always contiguous.
+
+
+# %% jupyter={"source_hidden": true}
+# lands in nanoserve/kernels/dispatch.py
+def launch(
+    kernel: object,
+    q: torch.Tensor,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    n_rep: int,
+    scale: float | None = None,
+    tile: int = 64,
+) -> torch.Tensor:
+    """Launch paged_attention_kernel, as Triton or tlsim made it, over queries and heads.
+
+    Arguments and result as for paged_attention_reference; `tile` keys per turn, a power of two.
+    """
+    _, n_q, seq_q, head_dim = q.shape
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    kernel[(seq_q, n_q)](
+        q,
+        k_pool,
+        v_pool,
+        slot_mapping,
+        out,
+        head_dim**-0.5 if scale is None else float(scale),
+        seq_q,
+        len(slot_mapping),
+        *q.stride()[1:3],
+        *k_pool.stride()[:2],
+        *v_pool.stride()[:2],
+        *out.stride()[1:3],
+        N_REP=n_rep,
+        HEAD_DIM=head_dim,
+        BLOCK_D=tlsim.next_power_of_2(head_dim),
+        TILE=tile,
+    )
+    return out
+
+
+# %% [markdown]
+# Prove it, with everything crooked: the view for `q`, both pools side by side in one tensor, and a
+# head_dim of 80 that has to be padded.
+
+# %%
+from nanoserve.kernels.reference import ATOL, RTOL, paged_attention_reference, tolerance
+
+crooked = torch.randn(1, 5, n_q, 80, generator=generator).transpose(1, 2)
+both = torch.randn(10 * block_size, 2, n_kv, 80, generator=generator)
+slots = [block * block_size + offset for block in (7, 2, 5) for offset in range(block_size)]
+slots = torch.tensor(slots[:37])
+read = (crooked, both[:, 0], both[:, 1], slots, n_q // n_kv)
+print("k_pool's strides:", both[:, 0].stride())
+out, oracle = launch(simulated, *read), paged_attention_reference(*read)
+print("as the oracle:", torch.allclose(out, oracle, atol=ATOL, rtol=RTOL))
+assert torch.allclose(out, oracle, atol=ATOL, rtol=RTOL)
+
+# %% [markdown]
+# ## What a wrong pointer does
+#
+# Now make a mistake that anybody could make: 9 query heads share 3 KV heads, so `n_rep` is 3. Say 2. The
+# kernel divides the head by it, multiplies by a stride, and reads there.
+
+# %%
+k_pool, v_pool = torch.randn(2, 10 * block_size, n_kv, head_dim, generator=generator)
+right = paged_attention_reference(q, k_pool, v_pool, slots, 3)
+wrong = launch(simulated, q, k_pool, v_pool, slots, 2)  # tlsim's sanitizer is on
+print("finite:", bool(wrong.isfinite().all()))
+print(f"typical size {float(wrong.std()):.1f}, the oracle's {float(right.std()):.1f}")
+heads = [torch.allclose(wrong[:, h], right[:, h], atol=ATOL, rtol=RTOL) for h in range(n_q)]
+print("heads that are right:", sum(heads), "of", n_q)
+
+# %% [markdown]
+# No error, and not even the sanitizer of Day 21 has anything to say. Query head 8 asked for KV head 4, of 3.
+# Its address is that of the **next slot's** KV head 1: inside the buffer, somebody's real key. The
+# result is a **plausible number**. A model fed with it writes fluent nonsense, and nothing in the program
+# looks broken.
+#
+# The sanitizer knows where a buffer ends. What a number *means* is known by the caller alone, and the last
+# moment to say so is before the launch. A slot outside the pool it does catch, but only because it is a model.
+# A card would read what lies there.
+
+# %%
+beyond = slots.clone()
+beyond[36] = len(k_pool)
+try:
+    launch(simulated, q, k_pool, v_pool, beyond, 3)
+except tlsim.KernelError as error:
+    print(str(error).splitlines()[0].partition(": ")[2])
+
+# %% [markdown]
+# So the host checks, and each message names the argument and both numbers. Read the end of the cell too: the
+# **values** of the slots are looked at on the CPU alone. On a card that would mean waiting for all the work
+# that is queued there, in every layer of every token; there it is done on request.
+
+
+# %% jupyter={"source_hidden": true}
+# lands in nanoserve/kernels/dispatch.py
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def check_read(
+    q: torch.Tensor,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    n_rep: int,
+    check_slots: bool | None = None,
+) -> None:
+    """Refuse, with a ValueError that names it, what a kernel would turn into plausible numbers.
+
+    The slots themselves are read on the CPU alone, since reading them on a card would wait for it;
+    `check_slots`, or NANOSERVE_CHECK_SLOTS=1, asks for it there too.
+    """
+    if q.dim() != 4 or q.shape[0] != 1:
+        raise ValueError(f"q must be [1, n_q, seq_q, head_dim], got {list(q.shape)}")
+    _, n_q, seq_q, head_dim = q.shape
+    for name, pool in (("k_pool", k_pool), ("v_pool", v_pool)):
+        if pool.dim() != 3 or pool.shape[2] != head_dim:
+            raise ValueError(
+                f"{name} must be [num_slots, n_kv, {head_dim}] as q's head_dim is {head_dim}, got "
+                f"{list(pool.shape)}"
+            )
+    if k_pool.shape != v_pool.shape:
+        raise ValueError(f"k_pool is {list(k_pool.shape)} and v_pool {list(v_pool.shape)}")
+    num_slots, n_kv, _ = k_pool.shape
+    if n_q != n_kv * n_rep:
+        raise ValueError(f"n_rep {n_rep} does not fit {n_q} query heads and {n_kv} KV heads")
+    if slot_mapping.dim() != 1 or slot_mapping.dtype not in (torch.int64, torch.int32):
+        raise ValueError(
+            "slot_mapping must be integers [seq_total], got "
+            f"{slot_mapping.dtype} {list(slot_mapping.shape)}"
+        )
+    seq_total = len(slot_mapping)
+    if not 1 <= seq_q <= seq_total:
+        raise ValueError(f"q has {seq_q} positions and slot_mapping {seq_total}, theirs included")
+    for name, x in (("q", q), ("k_pool", k_pool), ("v_pool", v_pool)):
+        if x.dtype not in DTYPES or x.dtype != q.dtype:
+            raise ValueError(
+                f"{name} is {x.dtype} and q {q.dtype}: one of float32, float16, bfloat16"
+            )
+        if x.stride(-1) != 1:
+            raise ValueError(f"{name}'s head_dim must be contiguous, its stride is {x.stride(-1)}")
+    for name, x in (("k_pool", k_pool), ("v_pool", v_pool), ("slot_mapping", slot_mapping)):
+        if x.device != q.device:
+            raise ValueError(f"{name} lies on {x.device} and q on {q.device}")
+    if check_slots is None:
+        check_slots = q.device.type == "cpu" or os.environ.get("NANOSERVE_CHECK_SLOTS") == "1"
+    if check_slots:
+        low, high = (int(slot) for slot in slot_mapping.aminmax())
+        if low < 0 or high >= num_slots:
+            wrong = low if low < 0 else high
+            raise ValueError(f"slot_mapping names slot {wrong}, and the pools have {num_slots}")
+
+
+# %%
+def refusal(*read):
+    try:
+        check_read(*read)
+    except ValueError as error:
+        return str(error)
+    return "accepted"
+
+
+turned = k_pool.transpose(1, 2).contiguous().transpose(1, 2)  # the same shape, channels apart
+print(refusal(q, k_pool, v_pool, slots, 3))
+print(refusal(q, k_pool, v_pool, slots, 2))
+print(refusal(q, k_pool, v_pool, beyond, 3))
+print(refusal(q, k_pool, v_pool, slots[:4], 3))
+print(refusal(q, turned, v_pool, slots, 3))
+print(refusal(q, k_pool, v_pool.half(), slots, 3))
+
+# %% [markdown]
+# ## Two launchers
+#
+# Check, then launch: once with the kernel as Triton has it, once with tlsim's. The CPU path switches the sanitizer
+# off, since `check_read` has seen to the pointers and nobody writes a kernel while a model runs. It also
+# chooses its own tile. A card has a few hundred threads per program and wants small tiles; in tlsim all programs move
+# together and each operation costs its start, so few and large ones are better. The kernel does not care: `TILE`
+# is one of its parameters.
+
+# %%
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+
+
+# %% jupyter={"source_hidden": true}
+# lands in nanoserve/kernels/dispatch.py
+def paged_attention_triton(
+    q: torch.Tensor,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    n_rep: int,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """The kernel as Triton compiles it (or interprets it, under TRITON_INTERPRET=1)."""
+    check_read(q, k_pool, v_pool, slot_mapping, n_rep)
+    with torch.cuda.device_of(q):
+        return launch(paged_attention_kernel, q, k_pool, v_pool, slot_mapping, n_rep, scale)
+
+
+def paged_attention_tlsim(
+    q: torch.Tensor,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    n_rep: int,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """The same kernel under tlsim, its checks off: they are for those who write kernels."""
+    check_read(q, k_pool, v_pool, slot_mapping, n_rep)
+    programs = min(q.shape[1] * q.shape[2], 512)
+    tile = tlsim.next_power_of_2(min(len(slot_mapping), 512, LANES // programs))
+    with tlsim.options(checks=False, wave=512):
+        kernel = _simulated(paged_attention_kernel)
+        return launch(kernel, q, k_pool, v_pool, slot_mapping, n_rep, scale, tile)
+
+
+_simulated = cache(tlsim.jit)  # each kernel is read once
+LANES = 1 << 15  # keys in the tiles of all programs that run side by side: what a cache holds
+
+# %% [markdown]
+# ## Your turn: `choose`
+#
+# Which of them runs? Write the rule as a plain function of four facts, so that every line of its truth
+# table can be tried without owning the machine:
+#
+# | device | Triton installed | capability | override | answer |
+# | --- | --- | --- | --- | --- |
+# | `"cuda"` | yes | at least (7, 5) | none | `"triton"` |
+# | anything else | | | none | `"tlsim"` |
+# | able to run Triton, as in the first line | | | `"triton"` | `"triton"` |
+# | not able | | | `"triton"` | ValueError that names it |
+# | any | | | `"tlsim"` or `"reference"` | as the override says |
+# | any | | | another name | ValueError that names it |
+#
+# `capability` is a pair such as `(9, 0)`, and None where there is no card. Two decisions are in the table. Without an
+# override nothing is ever refused: the engine runs, if slowly. With one nothing is ever replaced: whoever
+# asks for Triton and gets tlsim would measure the wrong thing and never know.
+
+
+# %%
+def choose(device_type, has_triton, capability, override=None):
+    """The backend for tensors on a device: "triton", "tlsim" or "reference"."""
+    raise NotImplementedError("your turn")
+
+
+today.check(choose)
+
+
+# %% jupyter={"source_hidden": true}
+def choose(device_type, has_triton, capability, override=None):
+    """The backend for tensors on a device: "triton", "tlsim" or "reference"."""
+    able = device_type == "cuda" and has_triton and capability >= (7, 5)
+    if override is None:
+        return "triton" if able else "tlsim"
+    if override not in BACKENDS:
+        raise ValueError(f"there is no backend {override!r}")
+    if override == "triton" and not able:
+        raise ValueError(f'"triton" cannot run on {device_type} here')
+    return override
+
+
+# %% [markdown]
+# In the package the facts are found out, not handed in. The override comes from `use_backend(...)`, for a few
+# lines of a program, or from the environment variable `NANOSERVE_BACKEND`, for a whole run. And a card that
+# is passed over is told about, once: a slow engine with no word of why is a riddle.
+
+
+# %% jupyter={"source_hidden": true}
+# lands in nanoserve/kernels/dispatch.py
+def select_backend(device: torch.device | str) -> str:
+    """ "triton" for tensors on a card that Triton compiles for, "tlsim" anywhere else.
+
+    use_backend and NANOSERVE_BACKEND override it; then "reference" is a third answer. Raises
+    ValueError for an override that is none of BACKENDS, or that cannot run on the device.
+    """
+    device = torch.device(device)
+    override = _override.get() or os.environ.get("NANOSERVE_BACKEND")
+    if override:
+        _check_name(override)
+        if override == "triton" and (reason := why_not_triton(device)):
+            raise ValueError(f'the backend "triton" cannot run on {device}: {reason}')
+        return override
+    if device.type != "cuda":
+        return "tlsim"
+    reason = why_not_triton(device)
+    if reason is None:
+        return "triton"
+    _pass_over(torch.cuda.get_device_name(device), reason)
+    return "tlsim"
+
+
+@contextmanager
+def use_backend(name: str) -> Iterator[None]:
+    """Run all paged attention within by one backend of BACKENDS, for experiments."""
+    _check_name(name)
+    token = _override.set(name)
+    try:
+        yield
+    finally:
+        _override.reset(token)
+
+
+_override: ContextVar[str | None] = ContextVar("backend", default=None)
+
+
+def _check_name(name: str) -> None:
+    if name not in BACKENDS:
+        raise ValueError(f"there is no backend {name!r}: the backends are {', '.join(BACKENDS)}")
+
+
+@cache
+def _pass_over(card: str, reason: str) -> None:
+    """One warning per card: a @cache'd function runs once for the same arguments."""
+    warnings.warn(f"tlsim takes the place of Triton on {card}: {reason}", stacklevel=3)
+
+
+# %%
+os.environ.pop("NANOSERVE_BACKEND", None)
+print("the CPU:", select_backend("cpu"))
+with use_backend("reference"):
+    print("within use_backend:", select_backend("cpu"))
+os.environ["NANOSERVE_BACKEND"] = "reference"
+print("by the environment:", select_backend("cpu"))
+del os.environ["NANOSERVE_BACKEND"]
+for name in ("cuda", "triton"):
+    try:
+        with use_backend(name):
+            select_backend("cpu")
+    except ValueError as error:
+        print(str(error).partition(":")[0])
+
+# %% [markdown]
+# And the cards? None is needed to test the rule. Put words in the mouth of `torch.cuda`, and compare
+# `select_backend` with the plain function:
+
+# %%
+from unittest.mock import patch
+
+
+def on_a(card, capability, installed=True):
+    """What select_backend answers on a card that is not there, and the warnings it gives."""
+    with (
+        patch("torch.cuda.get_device_name", lambda _: card),
+        patch("torch.cuda.get_device_capability", lambda _: capability),
+        patch("__main__.has_triton", lambda: installed),
+        warnings.catch_warnings(record=True) as told,
+    ):
+        _pass_over.cache_clear()
+        answers = {select_backend("cuda") for _ in range(3)}
+        assert answers == {choose("cuda", installed, capability)}
+        return answers.pop(), [str(warning.message) for warning in told]
+
+
+for card, capability in (("B200", (10, 0)), ("H200", (9, 0)), ("T4", (7, 5)), ("V100", (7, 0))):
+    print(card, *on_a(card, capability))
+print("H200", *on_a("H200", (9, 0), installed=False))
+
+# %% [markdown]
+# Three reads, one warning. (A small trap: as text, "10.0" is less than "7.5". A pair is compared number by number.)
+#
+# ## The dispatcher
+#
+# What is left is short. Day 25 will give it to the cache.
+
+
+# %% jupyter={"source_hidden": true}
+# lands in nanoserve/kernels/dispatch.py
+def paged_attention_dispatch(
+    q: torch.Tensor,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    n_rep: int,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Attention through a slot mapping, by whatever select_backend finds for q's device.
+
+    Arguments and result as for paged_attention_reference, whose tolerance every backend keeps.
+    Raises ValueError for what check_read refuses.
+    """
+    backend = select_backend(q.device)
+    if backend == "triton":
+        return paged_attention_triton(q, k_pool, v_pool, slot_mapping, n_rep, scale)
+    if backend == "tlsim":
+        return paged_attention_tlsim(q, k_pool, v_pool, slot_mapping, n_rep, scale)
+    check_read(q, k_pool, v_pool, slot_mapping, n_rep)
+    return paged_attention_reference(q, k_pool, v_pool, slot_mapping, n_rep, scale)
+
+
+# %%
+out = paged_attention_dispatch(q, k_pool, v_pool, slots, 3)
+print("close to the oracle:", torch.allclose(out, right, atol=ATOL, rtol=RTOL))
+with use_backend("reference"):
+    out = paged_attention_dispatch(q, k_pool, v_pool, slots, 3)
+print("the oracle itself:", torch.equal(out, right))
+assert torch.equal(out, right)
+
+# %% [markdown]
+# ## The same three pieces elsewhere
+#
+# A kernel, a fallback, a selector. Look for them in the engines that serve most of the world's open
+# models (paths as of 2026; files move):
+#
+# | | nanoserve | vLLM | SGLang |
+# | --- | --- | --- | --- |
+# | kernel | `kernels/paged_attention.py` | `vllm/v1/attention/backends/flash_attn.py`, `triton_attn.py` and others | `python/sglang/srt/layers/attention/flashinfer_backend.py`, `triton_backend.py` and others |
+# | fallback | tlsim | on a CPU `vllm/v1/attention/backends/cpu_attn.py` | `torch_native_backend.py`, beside them |
+# | selector | `select_backend` | `get_attn_backend` in `vllm/v1/attention/selector.py`, which asks the platform: `get_attn_backend_cls` in `vllm/platforms/cuda.py`, `cpu.py` | the registry `ATTENTION_BACKENDS` in `attention_registry.py`; the name comes from `python/sglang/srt/server_args.py` |
+#
+# - **vLLM** keeps a list of backends for each kind of card, in order of preference, and asks each one what speaks
+#   against it: the dtype, the head size, the capability. The first that has no reason wins. One that was asked
+#   for by name and has a reason ends in an error that lists it. That is `why_not_triton` and the override,
+#   grown up.
+# - **SGLang** keeps names and constructors in a registry, and takes a default from the hardware and from what is
+#   installed: FlashAttention on a Hopper card, or FlashInfer if it can be imported, or Triton. Its `torch_native`
+#   gathers keys and values by slot, one sequence after another, and calls PyTorch's attention. You wrote that
+#   on Day 18.
+#
+# Two differences are worth knowing. Both choose once, when the server starts, since a server has one kind of card; ours
+# asks at every read, which costs a microsecond or so and lets one program hold tensors on two devices. And neither
+# fallback runs the kernel's own source: theirs is another implementation, and ours is the kernel itself,
+# which is why a laptop can test it.
+#
+# ## Three engines, one table
+#
+# Now the promise. A list of eight reads, with all that kernels get wrong: the first token, decode, prefill,
+# continuation, one KV head, one for each, a head_dim that is no power of two, a history longer than a tile.
+# The keys lie in scattered blocks, NaN in every other slot, and `q` is a view. In three dtypes every engine is
+# compared with the oracle, and judged by what `tolerance(dtype)` allows.
+
+# %%
+import argparse
+import json
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import date
+from pathlib import Path
+
+
+# %% jupyter={"source_hidden": true}
+# lands in nanoserve/bench/agreement.py
+Engine = Callable[..., torch.Tensor]  # called as paged_attention_reference is
+BLOCK = 16
+
+
+@dataclass(frozen=True)
+class Read:
+    """One layer's read: its heads, and how many of its seq_total positions ask."""
+
+    name: str
+    n_q: int
+    n_kv: int
+    head_dim: int
+    seq_q: int
+    seq_total: int
+
+
+READS = (
+    Read("the very first token", 9, 3, 64, 1, 1),
+    Read("decode", 9, 3, 64, 1, 200),
+    Read("prefill", 9, 3, 64, 7, 7),
+    Read("continuation", 9, 3, 64, 3, 90),
+    Read("one KV head", 4, 1, 32, 3, 70),
+    Read("a KV head each", 3, 3, 16, 2, 50),
+    Read("head_dim 80", 6, 2, 80, 1, 150),
+    Read("head_dim 128, 700 tokens", 8, 2, 128, 1, 700),
+)
+
+
+@dataclass(frozen=True)
+class AgreementRow:
+    """An engine on one read: the largest difference from the oracle, and the largest part of what
+    tolerance(dtype) allows that any element uses. An engine agrees if that is at most 1."""
+
+    read: str
+    dtype: str
+    engine: str
+    largest: float
+    used: float
+
+    @property
+    def agrees(self) -> bool:
+        return self.used <= 1  # NaN does not
+
+
+def agreement(
+    engines: Mapping[str, Engine],
+    reads: Sequence[Read] = READS,
+    dtypes: Sequence[torch.dtype] = DTYPES,
+    device: torch.device | str = "cpu",
+) -> list[AgreementRow]:
+    """Run every engine on every read, on the device, against one oracle, on the CPU.
+
+    The keys lie in scattered blocks, every slot that is not the read's holds NaN, and q is the
+    view that attention makes, its positions before its heads in memory.
+    """
+    rows = []
+    for dtype in dtypes:
+        atol, rtol = tolerance(dtype)
+        for read in reads:
+            tensors, n_rep = draw(read, dtype), read.n_q // read.n_kv
+            oracle = paged_attention_reference(*tensors, n_rep).float()
+            there = [x.to(device) for x in tensors]
+            for name, engine in engines.items():
+                off = (engine(*there, n_rep).cpu().float() - oracle).abs()
+                used = float((off / (atol + rtol * oracle.abs())).max())
+                kind = str(dtype).removeprefix("torch.")
+                rows.append(AgreementRow(read.name, kind, name, float(off.max()), used))
+    return rows
+
+
+def draw(read: Read, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """(q, k_pool, v_pool, slot_mapping) of a read, at random and the same each time."""
+    random = torch.Generator().manual_seed(read.seq_total)
+    q = torch.randn(1, read.seq_q, read.n_q, read.head_dim, generator=random).transpose(1, 2)
+    blocks = -(-read.seq_total // BLOCK)
+    pools = torch.full((2, 2 * blocks * BLOCK, read.n_kv, read.head_dim), torch.nan)
+    starts = torch.randperm(2 * blocks, generator=random)[:blocks] * BLOCK
+    slots = (starts[:, None] + torch.arange(BLOCK)).flatten()[: read.seq_total]
+    pools[:, slots] = torch.randn(pools[:, slots].shape, generator=random)
+    k_pool, v_pool = pools.to(dtype)
+    return q.to(dtype), k_pool, v_pool, slots
+
+
+# %% [markdown]
+# The engines come from the cells above. A second cell makes a program of it, so that the same table can be
+# filled in by another process, or on another machine: it prints the rows as JSON, with the device, the driver and
+# the versions, and with `--record` it keeps them. If an engine does not agree, nothing is recorded.
+
+
+# %% jupyter={"source_hidden": true}
+# lands in nanoserve/bench/agreement.py
+def engines_of(device: torch.device) -> dict[str, Engine]:
+    """The engines that can run the kernel on a device, in this process."""
+    engines = {"tlsim": paged_attention_tlsim}
+    if why_not_triton(device) is None:
+        interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+        engines["interpreter" if interpreted else "compiled"] = paged_attention_triton
+    return engines
+
+
+def machine(device: torch.device) -> dict[str, str | None]:
+    """What a recorded run says about where it was made."""
+    card = device.type == "cuda"
+    driver, smi = None, shutil.which("nvidia-smi") if card else None
+    if smi:
+        ask = [smi, "--query-gpu=driver_version", "--format=csv,noheader"]
+        driver = subprocess.run(ask, capture_output=True, text=True).stdout.split("\n")[0].strip()
+    return {
+        "device": torch.cuda.get_device_name(device) if card else "CPU",
+        "driver": driver or None,
+        "cuda": torch.version.cuda if card else None,
+        "platform": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": getattr(sys.modules.get("triton"), "__version__", None),
+        "date": date.today().isoformat(),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the machine and the rows as JSON. If an engine does not agree, say which, record
+    nothing and leave with 1."""
+    parser = argparse.ArgumentParser(prog="python -m nanoserve.bench.agreement")
+    data = Path(__file__).resolve().parents[2] / "notebooks/data"
+    parser.add_argument("--record", nargs="?", const=data, type=Path, metavar="FOLDER")
+    record = parser.parse_args(arguments).record
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    command = "python -m nanoserve.bench.agreement" + (" --record" if record else "")
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        command = f"TRITON_INTERPRET=1 {command}"
+    rows = agreement(engines_of(device), device=device)
+    run = machine(device) | {"command": command, "rows": [asdict(row) for row in rows]}
+    print(json.dumps(run))
+    for row in rows:
+        if not row.agrees:
+            print(
+                f"{row.engine} is {row.largest:.1e} off: {row.read}, {row.dtype}", file=sys.stderr
+            )
+    if not all(row.agrees for row in rows):
+        sys.exit(1)
+    if record:
+        name = re.sub(r"\W+", "_", run["device"].lower().removeprefix("nvidia ")).strip("_")
+        path = record / f"agreement_{name}.json"
+        path.write_text(json.dumps(run, indent=1) + "\n", encoding="utf-8")
+
+
+# %% [markdown]
+# Before you run it: the three engines add the same numbers in different orders. How far do they come
+# apart?
+
+# %%
+today.predict(
+    "apart", "In float32, how far from the oracle is the worst? 10 to the minus ...", guess=None
+)
+
+# %% [markdown]
+# First this process: tlsim, and Triton compiled if you have a card.
+
+# %%
+device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+here = agreement(engines_of(device), device=device)
+assert all(row.agrees for row in here)
+print(len(READS), "reads,", len(DTYPES), "dtypes, all within the tolerance:", True)
+
+# %% [markdown]
+# Then the interpreter. `TRITON_INTERPRET=1` has to be there before Triton is imported, and in this process it
+# is too late for that. So it gets a process of its own. (Where there is no Triton, that process has tlsim alone,
+# and the interpreter's column comes from a recorded run.)
+
+# %%
+environment = os.environ | {"TRITON_INTERPRET": "1"}
+command = [sys.executable, "-m", "nanoserve.bench.agreement"]
+done = subprocess.run(command, env=environment, capture_output=True, text=True)
+assert done.returncode == 0, done.stderr
+there = [AgreementRow(**row) for row in json.loads(done.stdout)["rows"]]
+interpreted = [row for row in there if row.engine == "interpreter"]
+if not interpreted:
+    recorded = today.data("agreement_cpu")["rows"]
+    interpreted = [AgreementRow(**row) for row in recorded if row["engine"] == "interpreter"]
+assert all(row.agrees for row in interpreted)
+print(len(interpreted), "rows of Triton's interpreter, all within the tolerance:", True)
+
+# %% [markdown]
+# And a card that you need not have: the same command, run there with `--record`. There the kernel was compiled.
+
+# %%
+from contextlib import suppress
+
+cards = {}
+with suppress(ValueError):  # as long as nobody has recorded one
+    run = today.data("agreement_h200")
+    rows = [AgreementRow(**row) for row in run["rows"]]
+    cards[run["device"]] = [row for row in rows if row.engine == "compiled"]
+    print(*(run[key] for key in ("device", "driver", "platform", "date")), sep=", ")
+    print(f"torch {run['torch']}, triton {run['triton']}: {run['command']}")
+    assert all(row.agrees for row in rows)
+
+# %%
+# NBVAL_IGNORE_OUTPUT
+columns = {"tlsim": [row for row in here if row.engine == "tlsim"], "interpreter": interpreted}
+if own := [row for row in here if row.engine == "compiled"]:
+    columns["this card"] = own
+columns |= cards
+print(f"{'largest difference from the oracle':36}", *(f"{name:>12}" for name in columns))
+for cells in zip(*columns.values()):
+    row = f"{cells[0].dtype:9} {cells[0].read}"
+    print(f"{row:36}", *(f"{cell.largest:12.1e}" for cell in cells))
+worst = max(row.largest for rows in columns.values() for row in rows if row.dtype == "float32")
+print(f"float32 at worst {worst:.0e}; your guess: 10 to the minus {today.guess('apart')}")
+assert 0 < worst < ATOL
+
+# %%
+from nanoserve.course.plots import COLOURS, figure, label_line, prediction_marker
+
+fig, ax = figure(
+    height=5.8, xlabel="largest difference from the oracle", title="One kernel, and who ran it"
+)
+names = [read.name for read in READS]
+looks = zip("osDv", ("tlsim", "triton", "triton", "triton"), (-0.3, 0, 0.3, 0.15))
+for (engine, rows), (marker, colour, shift) in zip(columns.items(), looks):
+    at = [names.index(row.read) + shift for row in rows]
+    fill = "white" if engine == "interpreter" else COLOURS[colour]
+    style = dict(color=COLOURS[colour], markerfacecolor=fill, markeredgewidth=1.5)
+    ax.plot([max(row.largest, 3e-8) for row in rows], at, marker, **style)
+    label_line(ax, rows[7].largest, 7 + shift, engine, COLOURS[colour])
+for dtype in DTYPES:
+    ax.axvline(tolerance(dtype)[0], color=COLOURS["limit"], linewidth=1.2, linestyle="--")
+    name = str(dtype).removeprefix("torch.")
+    label_line(ax, tolerance(dtype)[0], -0.6, f"{name}\nmay be", COLOURS["limit"], "above")
+label_line(ax, 3e-8, 0, "no difference at all", COLOURS["muted"])
+if guess := today.guess("apart"):
+    prediction_marker(ax, 10.0**-guess, 5.5)
+ax.set_xscale("log")
+ax.set(xlim=(2e-8, 0.1), ylim=(7.7, -0.6), yticks=range(len(names)), yticklabels=names)
+fig
+
+# %% [markdown]
+# Three clouds, each to the left of its own line. In float32 the engines differ from the oracle, and from
+# each other, in the seventh digit: the same products, added in tiles of different sizes and in different
+# orders. They use a few hundredths of what Day 18 allowed. The first token has nothing to add, and comes out
+# equal to the last bit.
+#
+# In 16 bits look at how close the engines lie to **each other**. They all sum in float32 and round once, at
+# the end. It is the oracle that rounds on the way, as Day 18 said when it gave 16 bits more room. So that distance is mostly the
+# oracle's, and it is the price of an oracle that is also the engine's plain sum.
+#
+# What the plot does not show: time (Day 26 measures it, and the interpreter is no way to run a model), and
+# keys of a real model. And agreement on eight reads is not agreement on all; the tests under `tests/` try some hundred
+# more.
+#
+# ## Compiled here, for a card that is not here
+#
+# A compiler needs no card. Triton takes the kernel's source and the types of its arguments, and gives
+# machine code for a target that is named: **ahead of time**. That catches what only a compiler can refuse, on any
+# Linux machine. Of interest is the **shared memory** that a program asks for: a T4 has 64 KiB of it, and a kernel
+# that wants more never starts there.
+
+
+# %%
+def compiled_for(capability):
+    """The kernel in float32, compiled for a card: 75 is a T4, 80 an A100, 90 an H200, 100 a B200."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    constants = {"N_REP": 3, "HEAD_DIM": 64, "BLOCK_D": 64, "TILE": 64}
+    types = {name: "*fp32" for name in ("q_ptr", "k_ptr", "v_ptr", "out_ptr")}
+    types |= {"slot_ptr": "*i64", "scale": "fp32"} | dict.fromkeys(constants, "constexpr")
+    signature = {name: types.get(name, "i32") for name in paged_attention_kernel.arg_names}
+    source = ASTSource(paged_attention_kernel, signature, constants)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32))
+
+
+# %%
+# NBVAL_IGNORE_OUTPUT
+for capability in (75, 80, 90, 100) if has_triton() else ():
+    binary = compiled_for(capability)
+    shared, ptx = binary.metadata.shared, binary.asm["ptx"].splitlines()
+    target = next(line for line in ptx if line.startswith(".target"))
+    size = len(binary.asm["cubin"]) / 1024
+    print(f"{target:15} {len(ptx):,} lines of PTX, {size:.0f} KiB of code, {shared} bytes shared")
+    assert f"sm_{capability}" in target
+    assert 0 <= shared <= 64 * 1024
+if not has_triton():
+    print("Triton is not installed here: there is nothing to compile with.")
+
+# %% [markdown]
+# Few lines of Python became thousands of PTX, most of them the loads of a tile, one for each thread's share.
+# And almost no shared memory: this kernel multiplies and sums in registers, with no `tl.dot`. Day 28 will
+# change that, and then the limit counts.
+#
+# Compiled is not run. That the code is *right* was said by the table above, on the card where it ran.
+#
+# ## What you learned
+#
+# 1. **Keep what differs between machines out of the kernel,** and one source can be tested everywhere.
+# 2. **A wrong pointer is a plausible number:** what a kernel cannot check, its launcher must refuse, by
+#    name.
+# 3. **A default may fall back, an order may not.** Whoever asked for a backend by name must get it, or an
+#    error.
+#
+# ## Tomorrow
+#
+# The kernel runs. How does its time grow with the history? A line on a log-log plot can say so, and can
+# be read wrongly in three ways. Day 24 fits it.
+#
+# **In one paragraph.** We sent the kernel's source, with no line changed, to tlsim, to Triton's interpreter and
+# to Triton's compiler, and wrote down how far each lies from the oracle: a few units in the seventh digit.
+# Around it stands a small file that checks what comes in, works out the grid and the strides, and chooses what runs,
+# with a reason whenever it passes something over. vLLM and SGLang have the same three pieces. Ours has one
+# thing more: its fallback is the kernel.
