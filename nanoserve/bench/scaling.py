@@ -8,9 +8,9 @@ from dataclasses import dataclass
 REGIMES = (
     (-0.2, "falling"),
     (0.2, "flat"),
-    (0.8, "between"),
+    (0.8, "slower than linear"),
     (1.2, "linear"),
-    (math.inf, "faster"),
+    (math.inf, "faster than linear"),
 )
 
 
