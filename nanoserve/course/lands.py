@@ -331,7 +331,8 @@ def _rewrite_cell(cell: LandsCell, chunk: str, root: Path) -> str:
             lines[first - 1 : last] = package[found.name].text.splitlines()
     for found in reversed(definitions("\n".join(lines), cell.where, cell=True).values()):
         above = lines[found.first - 2].strip() if found.first > 1 else ""
-        if "." in found.name and above and not above.startswith(("class ", "#")):
+        method = lines[found.first - 1].lstrip().startswith(("def ", "@"))
+        if "." in found.name and method and above and not above.startswith(("class ", "#")):
             lines.insert(found.first - 1, "")  # a skeleton's methods may stand close
     body = "\n".join(lines)
     return chunk.replace(cell.source, body, 1) if cell.source else chunk
