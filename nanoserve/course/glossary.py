@@ -226,12 +226,12 @@ baseline: The measured time that a later change has to beat.
 """,
     21: """
 kernel: A small program for many processors at once, started by a launch.
-launch: To start one kernel as a whole grid of programs.
+launch: To start a kernel on a grid of programs, its arguments handed over.
 grid: All programs of a launch, numbered along one to three axes.
 program: One run of a kernel's source. All run the same, and each knows its number.
 lane: One place of a block of numbers that a program computes with at once.
 pointer: A buffer and an offset into it: where something lies, not what it is.
-stride: How far it is from one row to the next, in elements.
+stride: How many elements apart two neighbours along an axis of a tensor lie in memory.
 mask: True or false for each lane: whether it takes part in a load or a store.
 coalesced: Said of an access whose neighbouring lanes lie side by side in memory.
 lockstep: All programs at once, each line for all of them before the next line.
@@ -239,8 +239,6 @@ sanitizer: A watchman over memory: it refuses what is outside, or was stored to 
 Triton: A language for kernels that looks like Python and is compiled for a graphics card.
 """,
     23: """
-launch: To start a kernel on a grid of programs, its arguments handed over.
-stride: How many elements apart two neighbours along an axis of a tensor lie in memory.
 backend: One of several ways to do the same thing, chosen while the program runs.
 dispatch: To look at what was handed in, and pass it on to the code that can deal with it.
 fallback: What runs where the first choice cannot.
