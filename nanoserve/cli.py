@@ -1,5 +1,6 @@
 """The command line: `nanoserve fetch | generate | chat | bench | course | doctor`."""
 
+import os
 import platform
 import sys
 import time
@@ -172,7 +173,7 @@ def report() -> list[tuple[str, str]]:
         *((name, _version(name)) for name in packages),
         ("device", _best_device()),
         ("threads", str(torch.get_num_threads())),
-        ("attention runs", "as PyTorch operations: the kernel comes with Day 23"),
+        ("attention runs", _attention()),
         ("model", f"{folder} ({whole})"),
     ]
 
@@ -191,6 +192,27 @@ def _best_device() -> str:
         major, minor = torch.cuda.get_device_capability()
         return f"cuda: {torch.cuda.get_device_name()}, capability {major}.{minor}"
     return "mps" if torch.backends.mps.is_available() else "cpu"
+
+
+def _attention() -> str:
+    """Which backend would run on the best device, and what keeps Triton from it."""
+    import warnings
+
+    import torch
+
+    from nanoserve.kernels.dispatch import select_backend, why_not_triton
+
+    device = torch.device(_best_device().split(":")[0])
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what it would say stands in the line below
+            backend = select_backend(device)
+    except ValueError as error:
+        return f"not at all: {error}"
+    if name := os.environ.get("NANOSERVE_BACKEND"):
+        return f"under {backend} on {device}: NANOSERVE_BACKEND={name}"
+    reason = None if backend == "triton" else why_not_triton(device)
+    return f"under {backend} on {device}" + (f", not triton: {reason}" if reason else "")
 
 
 @bench_app.command("decode")

@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanoserve import LLM, SamplingParams
+from nanoserve import LLM, SamplingParams, cli
 from nanoserve.bench import timing
 from nanoserve.cli import main
 from nanoserve.fetch import fetch
+from nanoserve.kernels import dispatch
+from nanoserve.kernels.dispatch import select_backend
 from tests.checkpoints import edit_json
 from tests.folders import write_checkpoint
 
@@ -317,7 +319,7 @@ def test_doctor_prints_what_a_bug_report_needs(run):
     assert re.match("Linux|Darwin|Windows", rows["platform"])
     assert re.match("cpu|cuda: .+, capability|mps", rows["device"])
     assert rows["threads"] == str(torch.get_num_threads())
-    assert rows["attention runs"]
+    assert rows["attention runs"].startswith(f"under {select_backend(best_device())} on ")
     assert rows["model"].endswith("(whole)")
     assert str(Path.home()) not in out
 
@@ -330,6 +332,43 @@ def test_doctor_works_where_there_is_nothing(run, monkeypatch, tmp_path):
     assert "not there or not whole: run `nanoserve fetch`" in out
     assert out.count("not installed") == 7
     assert not (tmp_path / "none").exists()
+
+
+def best_device() -> str:
+    mps = torch.backends.mps.is_available()
+    return "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
+
+
+@pytest.mark.parametrize(
+    ("device", "reason", "line"),
+    [
+        ("cpu", "it is no CUDA card", "under tlsim on cpu, not triton: it is no CUDA card"),
+        ("cuda: V100, capability 7.0", "too old", "under tlsim on cuda, not triton: too old"),
+        ("cuda: H200, capability 9.0", None, "under triton on cuda"),
+    ],
+)
+def test_doctor_says_what_runs_attention_and_why(device, reason, line, monkeypatch, recwarn):
+    monkeypatch.delenv("NANOSERVE_BACKEND", raising=False)
+    monkeypatch.setattr(cli, "_best_device", lambda: device)
+    monkeypatch.setattr(dispatch, "why_not_triton", lambda _: reason)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a card")
+    dispatch._pass_over.cache_clear()
+    assert dict(cli.report())["attention runs"] == line
+    assert len(recwarn) == 0
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("reference", "under reference on cpu: NANOSERVE_BACKEND=reference"),
+        ("cuda", "not at all: there is no backend 'cuda': the backends are triton, tlsim, "),
+        ("triton", 'not at all: the backend "triton" cannot run on cpu: '),
+    ],
+)
+def test_doctor_says_what_an_override_does(override, line, monkeypatch):
+    monkeypatch.setenv("NANOSERVE_BACKEND", override)
+    monkeypatch.setattr(cli, "_best_device", lambda: "cpu")
+    assert dict(cli.report())["attention runs"].startswith(line)
 
 
 def _missing(package: str) -> str:
