@@ -1,0 +1,1554 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Day 21 · A grid of programs
+#
+# Week 6 · Phase 2, paged memory · you need: Day 16 (Real keys in scattered blocks)
+#
+# **Today** you write your first kernel: a small program that runs many times at once, each time on
+# another piece of the work. It gathers keys out of the pool, on your laptop, under a model of Triton
+# that watches every address.
+
+# %%
+# Set-up: installs nanoserve where it is missing (as on Colab). In your own clone it does nothing.
+import importlib.util, subprocess, sys
+from pathlib import Path
+
+REPOSITORY = ""  # on GitHub, OWNER/NAME
+if importlib.util.find_spec("nanoserve") is None:
+    wheels = sorted(Path.cwd().glob("nanoserve-*.whl"), key=lambda wheel: wheel.stat().st_mtime)
+    source = f"https://github.com/{REPOSITORY}/archive/refs/heads/main.zip" if REPOSITORY else None
+    source = wheels[-1].as_uri() if wheels else source
+    if source is None:
+        raise ModuleNotFoundError("put a nanoserve-*.whl beside this notebook, then run again")
+    print("Installing nanoserve, which takes a minute or two, from", source)
+    pip = [sys.executable, "-m", "pip", "install", "-q", f"nanoserve[notebook] @ {source}"]
+    done = subprocess.run(pip, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    print(done.stdout)
+    if done.returncode:
+        raise RuntimeError("pip could not install nanoserve; its reason stands above.")
+    importlib.invalidate_caches()
+
+# %%
+from nanoserve.course import day
+
+today = day(21)
+today.picture("tlsim-grid")
+
+# %% [markdown]
+# ## Why it matters
+#
+# A graphics card does one thing well: the same short program, thousands of times, side by side.
+# **Triton** is the language that most people write such programs in; vLLM's and SGLang's attention is
+# written in it. The week's goal is a kernel that reads the pool where it lies.
+#
+# Two things stand in the way. You may not own a card. And on a card a wrong kernel rarely crashes: it
+# reads the number beside the one that was meant, and hands back something plausible.
+#
+# So we take both away. `tlsim` is Triton's programming model written in torch: the same source runs on
+# any laptop, and each load and store is checked. On Day 23 that source goes to Triton without
+# a change.
+
+# %%
+today.glossary()
+
+# %% [markdown]
+# ## The smallest kernel
+#
+# Double ten numbers. In Python that is a loop over elements. A kernel has no such loop: it says what
+# **one program** does with **one block** of elements, and then many programs are launched.
+
+# %%
+import torch
+
+from nanoserve.kernels import tlsim
+from nanoserve.kernels.tlsim import language as tl
+
+
+# %%
+@tlsim.jit
+def double(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < n
+    x = tl.load(x_ptr + offsets, mask=inside)
+    tl.store(out_ptr + offsets, x * 2, mask=inside)
+
+
+x, out = torch.arange(10.0), torch.zeros(10)
+double[(3,)](x, out, len(x), BLOCK=4)
+out
+
+# %% [markdown]
+# Read it word by word:
+#
+# | in the kernel | what it is |
+# | --- | --- |
+# | `double[(3,)](...)` | the **launch**: a grid of 3 programs, and their arguments |
+# | `tl.program_id(0)` | which program this is, along axis 0 of the grid: 0, 1 or 2 |
+# | `tl.arange(0, BLOCK)` | a block of **lanes**: 0, 1, 2, 3, all at once |
+# | `BLOCK: tl.constexpr` | known when the kernel is compiled, so that a block has a fixed size: a power of two |
+# | `x_ptr` | a **pointer**. The tensor `x` came in, and in the kernel it is the place where its first element lies |
+# | `x_ptr + offsets` | four pointers, one for each lane |
+# | `mask=inside` | the lanes that take part. The others neither read nor write |
+#
+# Three programs of four lanes make twelve, and there are ten numbers. What each program was told to
+# touch says a **trace**: it notes each load and store while a kernel runs.
+
+# %%
+with tlsim.trace() as seen:
+    double[(3,)](x, out, len(x), BLOCK=4)
+load = seen.accesses[0]
+for program in range(3):
+    offsets, live = load.of(program)
+    print(f"program {program}: {load.kind}s {load.name} at {offsets.tolist()}", live.tolist())
+
+# %% [markdown]
+# ## Your turn: `offsets_and_mask`
+#
+# These two lines begin nearly every kernel there is. Write them in plain torch, for one program:
+#
+# - **offsets**, int64 `[tile]`: program 0 has the elements 0 to `tile - 1`, program 1 the next `tile`,
+#   and so on;
+# - **mask**, bool `[tile]`: whether each offset is one of the `n` elements.
+#
+# Both have `tile` lanes in every program, also in the last one. Stuck? `today.hint()` looks at the case
+# that failed.
+
+
+# %%
+def offsets_and_mask(program: int, tile: int, n: int):
+    """(offsets int64 [tile], mask bool [tile]) of the lanes of a program, for n elements."""
+    raise NotImplementedError("your turn")
+
+
+today.check(offsets_and_mask)
+
+
+# %% jupyter={"source_hidden": true}
+def offsets_and_mask(program: int, tile: int, n: int):
+    """(offsets int64 [tile], mask bool [tile]) of the lanes of a program, for n elements."""
+    offsets = program * tile + torch.arange(tile)
+    return offsets, offsets < n
+
+
+# %% [markdown]
+# ## What the sanitizer says
+#
+# Now leave something out. `planted` copies a kernel with one piece of its source replaced, so that the
+# fault is all that differs. First the masks:
+
+# %%
+from nanoserve.course.exercises.day21 import planted
+
+
+def attempt(kernel, *arguments, grid=(3,), **constants):
+    """Launch, and print what went wrong."""
+    try:
+        tlsim.jit(kernel)[grid](*arguments, **constants)
+        print("no fault")
+    except tlsim.KernelError as error:
+        print(error)
+
+
+attempt(planted(double, (", mask=inside", "")), x, out, 10, BLOCK=4)
+
+# %% [markdown]
+# Line, program, lane, buffer, offset: all that you would want to know. A card would have read whatever
+# lies behind `x` and, worse, **stored** behind `out`, into another tensor. The second classic:
+
+# %%
+attempt(planted(double, ("tl.program_id(0) * BLOCK + ", "")), x, out, 10, BLOCK=4)
+
+# %% [markdown]
+# Without `program_id` all three programs do the first block. The result depends on who comes last, so
+# two programs that store to one place are an error here, even if they store the same. (Programs that
+# must add to one number use `tl.atomic_add`.)
+#
+# ### Why a mask, and not an if
+#
+# In Python you would write `if offsets < n`. Try it:
+
+
+# %%
+@tlsim.jit
+def with_an_if(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    if offsets < n:
+        tl.store(out_ptr + offsets, tl.load(x_ptr + offsets) * 2)
+
+
+attempt(with_an_if, x, out, 10, BLOCK=4)
+
+# %% [markdown]
+# An `if` takes one way or the other, and in the last program two lanes would go one way and two the
+# other. A card's lanes move together, by one instruction at a time. So nothing branches; all lanes walk
+# the same path, and a mask says which of them count.
+#
+# A condition that is one number for the whole program is another matter. Triton takes it. tlsim takes
+# it when it runs the programs one after another, and refuses it when it runs them all side by side:
+
+
+# %%
+@tlsim.jit
+def first_two_alone(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    if tl.program_id(0) < 2:
+        tl.store(out_ptr + offsets, tl.load(x_ptr + offsets) * 2)
+
+
+attempt(first_two_alone, x, out, 10, BLOCK=4)
+with tlsim.options(order="serial"):
+    attempt(first_two_alone, x, out, 10, BLOCK=4)
+
+# %% [markdown]
+# Those are the two orders there are. **Lockstep**, the usual one: each line for all programs before the
+# next line, which makes it fast. **Serial**: one whole program after another, in a shuffled order. A
+# right kernel gives the same in both, since no program may count on another one having run.
+#
+# ## Rows of a pool
+#
+# The pool has three axes, `[num_slots, n_kv, head_dim]`, and memory has one. Between them stand the
+# **strides**: how many elements it is from one slot to the next, and from one head to the next.
+
+# %%
+n_kv, head_dim = 3, 64  # SmolLM2's
+pool = torch.randn(32, n_kv, head_dim, generator=torch.Generator().manual_seed(21))
+print("strides:", pool.stride())
+print("slot 20, head 1 begins at", 20 * pool.stride(0) + 1 * pool.stride(1))
+
+# %% [markdown]
+# A program that reads several rows has a block with two axes: rows down, lanes across. It comes from
+# two blocks with one axis each. `[:, None]` stands one up, `[None, :]` lays the other down, and the sum
+# is every row's beginning plus every lane:
+
+# %%
+row, dim = torch.tensor([60, 0, 20]), torch.arange(4)
+row[:, None] + dim[None, :]
+
+# %% [markdown]
+# One trap waits here. Triton's integers have 32 bits unless you say otherwise, and a large pool is
+# larger than that:
+
+# %%
+slot = torch.tensor([2_097_152], dtype=torch.int32)
+print(slot * 1_024, slot.long() * 1_024)  # 8 KV heads of 128: 1,024 elements per slot
+
+# %% [markdown]
+# So a slot is brought to 64 bits, `.to(tl.int64)`, before it is multiplied. Your laptop has no pool of
+# that size, and a test would never notice. A card of 80 GB does.
+#
+# ## Your turn: `paged_gather`
+#
+# Day 16 gathered with `pool[slot_mapping]`. Now as a grid of programs. **One program copies one tile of
+# positions of one KV head**:
+#
+# - axis 0 of the grid: tiles of `TILE` positions, the last one ragged; axis 1: the KV heads;
+# - load `slot_ptr[position]` for the tile's positions, through a mask, and make them int64;
+# - load those slots' rows of this head: a block `[TILE, BLOCK_D]`;
+# - store them to the output, where row `position` of this head belongs.
+#
+# | argument | what it is |
+# | --- | --- |
+# | `pool_ptr` | `[num_slots, n_kv, head_dim]` |
+# | `slot_ptr` | int64 `[seq_total]` |
+# | `out_ptr` | `[seq_total, n_kv, head_dim]` |
+# | `seq_total` | how many positions there are |
+# | `pool_slot`, `pool_head` | the pool's strides, in elements, from slot to slot and from head to head |
+# | `out_row`, `out_head` | the output's, from position to position and from head to head |
+# | `HEAD_DIM`, `BLOCK_D` | numbers in a head; the same, padded to a power of two |
+# | `TILE` | positions of a program |
+#
+# Two masks meet in a block: positions that are there, and lanes that are less than `HEAD_DIM`. With
+# `held[:, None] & in_head[None, :]` a lane takes part if both are true. Each row's numbers lie side by
+# side, so its last stride is 1 and is not handed in.
+#
+# Write the function alone; the check puts `@tlsim.jit` above it, for a kernel cannot `raise`.
+
+
+# %%
+def paged_gather(
+    pool_ptr, slot_ptr, out_ptr, seq_total, pool_slot, pool_head, out_row, out_head,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """One program copies one KV head's rows of one tile of positions."""
+    raise NotImplementedError("your turn")
+
+
+today.check(paged_gather)
+
+# %% [markdown]
+# One solution, folded. It lands nowhere: the engine's kernel does not copy keys, it reads them where
+# they lie. But its first ten lines are these.
+
+
+# %% jupyter={"source_hidden": true}
+@tlsim.jit
+def paged_gather(
+    pool_ptr,  # [num_slots, n_kv, head_dim]
+    slot_ptr,  # [seq_total]
+    out_ptr,  # [seq_total, n_kv, head_dim]
+    seq_total,
+    pool_slot,  # strides, in elements; head_dim's are 1
+    pool_head,
+    out_row,
+    out_head,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """One program copies one KV head's rows of one tile of positions."""
+    head = tl.program_id(1)
+    position = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    held = position < seq_total
+    slot = tl.load(slot_ptr + position, mask=held, other=0).to(tl.int64)
+    dim = tl.arange(0, BLOCK_D)
+    mask = held[:, None] & (dim < HEAD_DIM)[None, :]
+    row = slot * pool_slot + head * pool_head
+    rows = tl.load(pool_ptr + row[:, None] + dim[None, :], mask=mask)
+    row = position * out_row + head * out_head
+    tl.store(out_ptr + row[:, None] + dim[None, :], rows, mask=mask)
+
+
+# %% [markdown]
+# The launch belongs to the host, which knows the shapes: how many programs, which strides, how large a
+# block.
+
+
+# %%
+def gather(kernel, pool, slot_mapping, tile):
+    """[seq_total, n_kv, head_dim] by a kernel; NaN where no program stored."""
+    seq_total, (_, n_kv, head_dim) = len(slot_mapping), pool.shape
+    out = torch.full((seq_total, n_kv, head_dim), torch.nan)
+    grid = (tlsim.cdiv(seq_total, tile), n_kv)  # rounded up
+    kernel[grid](
+        pool, slot_mapping, out, seq_total, *pool.stride()[:2], *out.stride()[:2],
+        HEAD_DIM=head_dim, BLOCK_D=tlsim.next_power_of_2(head_dim), TILE=tile,
+    )  # fmt: skip
+    return out
+
+
+# %% [markdown]
+# ## Prove it: every tile, both orders
+#
+# A copy has no rounding, so the word is *equal*. Eleven positions, in blocks 5, 2 and 7 of four slots:
+
+# %%
+slot_mapping = torch.tensor([20, 21, 22, 23, 8, 9, 10, 11, 28, 29, 30])
+for tile in (1, 2, 4, 8, 16, 32):
+    equal = []
+    for order in ("lockstep", "serial"):
+        with tlsim.options(order=order):
+            got = gather(paged_gather, pool, slot_mapping, tile)
+        equal.append(torch.equal(got, pool[slot_mapping]))
+    print(f"tiles of {tile:2}: a grid of ({tlsim.cdiv(11, tile):2}, 3), equal: {equal}")
+    assert all(equal)
+
+# %% [markdown]
+# And the model's own keys, in blocks that lie anywhere, with NaN in all slots that nobody owns. The
+# option `poison` makes reading a NaN an error, even where the number is thrown away later.
+
+# %%
+from nanoserve import load_model, load_tokenizer
+from nanoserve.cache import KVPool, PagedKVCache
+
+model, tokenizer = load_model("smollm2"), load_tokenizer("smollm2")
+ids = tokenizer.encode("The tide goes out, and the boats lie down in the mud. " * 3)
+memory = KVPool(model.config, num_blocks=12, poison=True)
+mine, neighbour = PagedKVCache(memory), []
+with torch.no_grad():
+    for start in range(0, len(ids), 7):
+        neighbour.append(memory.allocator.allocate())  # somebody else takes blocks in between
+        model(torch.tensor([ids[start : start + 7]]), mine)
+
+# %%
+print("blocks", mine.table.blocks, "for", mine.seq_len, "tokens")
+for tile in (4, 16, 64):
+    with tlsim.options(poison=True):
+        got = gather(paged_gather, memory.k[17], mine.slot_mapping, tile)
+    equal = torch.equal(got, memory.k[17][mine.slot_mapping])
+    print(f"layer 17 by tiles of {tile:2}, equal: {equal}")
+    assert equal
+
+# %% [markdown]
+# ## Step through the grid
+#
+# Pick a program, a tile and a head. What you see is drawn from the trace of a real launch: the lanes of
+# this program in the slot mapping, the rows it loads, the rows it stores.
+
+# %%
+# NBVAL_IGNORE_OUTPUT
+today.widget("launch-grid")
+
+# %% [markdown]
+# The two halves of a slot are its two heads; the program with `program_id(1)` 1 sees the lower ones
+# alone. Its last lane is off, because position 11 does not exist.
+#
+# ## Six planted bugs
+#
+# Each differs from the right kernel in one line. Before you run them: which ones leave the
+# buffers, and which stay inside and read the wrong thing?
+
+
+# %%
+def examine(kernel):
+    """What is wrong with a gather: the sanitizer's words, or the first difference."""
+    try:
+        got = gather(tlsim.jit(kernel), pool, slot_mapping, 4)
+    except tlsim.KernelError as error:
+        return f"sanitizer: {error}"
+    wrong = (got != pool[slot_mapping]).any(-1).nonzero().tolist()
+    return "comparison: differs first at position {}, head {}".format(*wrong[0]) if wrong else ""
+
+
+bugs = {
+    "the tail's mask forgotten": ("position < seq_total", "position >= 0"),
+    "one too many in the last tile": ("position < seq_total", "position <= seq_total"),
+    "program_id forgotten": ("tl.program_id(0) * TILE + ", ""),
+    "one place for all heads": (" + head * out_head", ""),
+    "the slot without its stride": ("slot * pool_slot", "slot"),
+    "the row of the wrong KV head": (" + head * pool_head", ""),
+}
+for name, change in bugs.items():
+    verdict = examine(planted(paged_gather, change))
+    print(f"{name}\n    {verdict}\n")
+    assert verdict
+
+# %% [markdown]
+# Four are caught by the sanitizer, at the line and the lane. The last two never leave the pool. For
+# them no watchman helps: slot 20 without its stride is element 20, which is a perfectly good number of
+# slot 0. Only somebody who knows the right answer can see it. That is why the oracle was frozen before
+# the kernel.
+#
+# Here is the first one in the picture. The lane without a mask, in vermilion, points past the end:
+
+# %%
+# NBVAL_IGNORE_OUTPUT
+today.widget("launch-grid", fault="tail mask forgotten")
+
+# %% [markdown]
+# ## Inside tlsim (for reading)
+#
+# How can torch play a card? The trick is in one shape. What Triton holds per program, a number or a
+# block of numbers, tlsim holds **for all programs in one tensor**, the grid's three axes in front:
+#
+# | in the kernel | one program has | tlsim holds |
+# | --- | --- | --- |
+# | `tl.program_id(0)` | a number | `[x, 1, 1]` |
+# | `tl.arange(0, 4)` | `[4]` | `[1, 1, 1, 4]`: the same for all |
+# | `program_id(0) * 4 + arange(0, 4)` | `[4]` | `[x, 1, 1, 4]` |
+#
+# An axis of size 1 stands for "the same for all programs along it", and torch's broadcasting does the
+# rest. That is lockstep. The serial order is the same thing with grids of one program.
+#
+# The cells below are the source of tlsim's first half, five short files. Open them one at a time; each
+# has a sentence on what to look for. They run here, and further down you launch a grid by hand with
+# them. Kernels go on using `tlsim` and `tl` as imported, whose source this is.
+
+# %%
+import ast
+import inspect
+import linecache
+import operator
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from functools import cache, lru_cache, partial, update_wrapper
+from itertools import product, zip_longest
+from pathlib import Path
+from types import CodeType, ModuleType, SimpleNamespace
+from typing import Any
+
+# %% [markdown]
+# ### The programs that run together
+#
+# **Options** are what you set with `tlsim.options`. **Wave** is a set of programs that run side by
+# side, with their numbers as three small tensors. A grid of a million programs runs as many waves, so
+# that memory stays bounded. `current()` is how the words of the language find the wave they are in.
+
+
+# %% jupyter={"source_hidden": true}
+# lands in nanoserve/kernels/tlsim/grid.py
+class KernelError(ValueError):
+    """A kernel broke a rule of Triton's or left its memory; the message says where."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How kernels are run.
+
+    order   "lockstep": all programs side by side; "serial": one by one, in an order drawn by `seed`
+    checks  whether loads and stores are held to their buffers, and stores to one program each
+    poison  whether reading a NaN is an error too
+    wave    how many programs run side by side at most: a bound on memory, nothing else
+    """
+
+    order: str = "lockstep"
+    checks: bool = True
+    poison: bool = False
+    seed: int = 0
+    wave: int = 1024
+
+    def __post_init__(self) -> None:
+        if self.order not in ("lockstep", "serial"):
+            raise ValueError(f'order must be "lockstep" or "serial", got {self.order!r}')
+        if self.wave < 1:
+            raise ValueError(f"wave must be at least 1, got {self.wave}")
+
+
+_options: ContextVar[Options] = ContextVar("options")
+
+
+@contextmanager
+def options(**changes: object) -> Iterator[Options]:
+    """Run the kernels launched within by other Options, named as there."""
+    token = _options.set(replace(_options.get(Options()), **changes))
+    try:
+        yield _options.get()
+    finally:
+        _options.reset(token)
+
+
+# %% jupyter={"source_hidden": true}
+# lands in nanoserve/kernels/tlsim/grid.py
+@dataclass
+class Wave:
+    """Programs that run side by side: a part of the grid, whose axes x, y, z lead all values."""
+
+    grid: tuple[int, int, int]
+    ids: tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # int32 [x, 1, 1], [1, y, 1], [1, 1, z]
+    options: Options
+    writers: dict[int, torch.Tensor]  # the program that stored to each element, by buffer
+    active: torch.Tensor | None = None  # [x, y, z], those whose loop goes on; None is all
+
+    @property
+    def programs(self) -> torch.Tensor:
+        """The programs' numbers in the grid, its axis 0 the fastest: int64 [x, y, z]."""
+        x, y, z = (ids.long() for ids in self.ids)
+        return x + self.grid[0] * (y + self.grid[1] * z)
+
+
+_wave: ContextVar[Wave] = ContextVar("wave")
+
+
+def current() -> Wave:
+    """The programs that are running. Raises KernelError outside a kernel."""
+    wave = _wave.get(None)
+    if wave is None:
+        raise KernelError("this belongs in a kernel: launch one with kernel[grid](...)")
+    return wave
+
+
+# %% [markdown]
+# **fault** makes the messages you have read: it looks up the call stack for the innermost function that
+# tlsim built out of a kernel, and takes file and line from there.
+
+
+# %% jupyter={"source_hidden": true}
+# lands in nanoserve/kernels/tlsim/grid.py
+def kernel_line() -> tuple[str, int]:
+    """The file and line of the kernel that is being run: the innermost frame that tlsim built."""
+    frame = sys._getframe(1)
+    while frame and "__tlsim__" not in frame.f_globals:
+        frame = frame.f_back
+    return (frame.f_code.co_filename, frame.f_lineno) if frame else ("no kernel", 0)
+
+
+def source_name(file: str) -> str:
+    """A file's name as messages say it: a notebook's cell is "cell", whatever it is kept under."""
+    return "cell" if "ipykernel" in file or file.startswith("<") else Path(file).name
+
+
+def fault(what: str, program: int | None = None, lane: tuple[int, ...] = ()) -> KernelError:
+    """The error of a program (its number in the grid) and a lane, with the line they were at."""
+    file, line = kernel_line()
+    where = f"{source_name(file)}, line {line}"
+    if program is not None:
+        x, y, z = current().grid
+        place = (program % x, program // x % y, program // (x * y))
+        where += f", program {place[: 3 if z > 1 else 2 if y > 1 else 1]}"
+    if lane:
+        where += f", lane {list(lane)}"
+    return KernelError(f"{where}: {what}\n    {linecache.getline(file, line).strip()}".rstrip())
+
+
+# %% [markdown]
+# ### What a kernel computes with
+#
+# **Buffer** is the memory behind a tensor, laid flat from its first element to the last it can reach.
+# A pointer is a buffer and offsets, never an address: that is how out of bounds can be noticed at all.
+
+# %% jupyter={"source_hidden": true}
+# lands in nanoserve/kernels/tlsim/values.py
+HALVES = (torch.float16, torch.bfloat16)
+
+
+class Buffer:
+    """The memory behind a tensor argument: its elements from the first to the last it can reach."""
+
+    def __init__(self, name: str, tensor: torch.Tensor) -> None:
+        last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+        size = last + 1 if tensor.numel() else 0
+        self.name = name
+        self.flat = tensor.detach().as_strided((size,), (1,), tensor.storage_offset())
+
+
+@dataclass(frozen=True)
+class PointerType:
+    """The dtype of a pointer, for `out_ptr.dtype.element_ty`."""
+
+    element_ty: torch.dtype
+
+
+# %% [markdown]
+# **Value** is the tensor of every program: `data` in the shape above, and for a pointer its buffer. Look
+# for `ramp`: offsets that count up by one along the last axis are not written out. Only the first is
+# kept, so that a load of a row is one look-up, however long the row.
+
+
+# %% jupyter={"source_hidden": true}
+# lands in nanoserve/kernels/tlsim/values.py
+class Value:
+    """A tl.tensor of every program: a number, a block of numbers, or pointers.
+
+    `data` is [x, y, z, *shape], the grid's axes first; an axis of size 1 stands for all places
+    along it, so what is the same in many programs is held, and computed, once. A pointer is a
+    buffer and offsets into it, in elements, never an address. With `ramp`, data holds the first
+    lane of the last axis alone, and lane i is that plus i: contiguous by construction, so a load
+    can read whole rows.
+    """
+
+    __slots__ = ("buffer", "data", "ramp", "shape")
+
+    def __init__(
+        self,
+        data: torch.Tensor,
+        shape: tuple[int, ...] = (),
+        buffer: Buffer | None = None,
+        ramp: bool = False,
+    ) -> None:
+        self.data, self.shape, self.buffer, self.ramp = data, shape, buffer, ramp
+
+    @property
+    def lanes(self) -> torch.Tensor:
+        """data, with the lanes of a ramp written out."""
+        if not self.ramp:
+            return self.data
+        lane = torch.arange(self.shape[-1], dtype=self.data.dtype, device=self.data.device)
+        return self.data + lane
+
+    @property
+    def whole(self) -> torch.Tensor:
+        """[x or 1, y or 1, z or 1, *shape], every lane in its place."""
+        return self.lanes.expand(-1, -1, -1, *self.shape)
+
+    @property
+    def dtype(self) -> torch.dtype | PointerType:
+        return PointerType(self.buffer.flat.dtype) if self.buffer else self.data.dtype
+
+    def summed(self, axes: list[int]) -> torch.Tensor:
+        """The sum over axes of data."""
+        return self.whole.sum(axes, dtype=self.data.dtype)
+
+    @property
+    def T(self) -> "Value":
+        shape = (*self.shape[:-2], *self.shape[:-3:-1])
+        return Value(self.whole.transpose(-2, -1), shape, self.buffer)
+
+    def to(self, dtype: torch.dtype) -> "Value":
+        """The same numbers in another dtype."""
+        if dtype == self.dtype:
+            return self
+        if self.buffer:
+            raise fault(f"a pointer into {self.buffer.name} is no number to be cast")
+        ramp = self.ramp and dtype == torch.int64  # the only one that is sure to hold every lane
+        return Value((self.data if ramp else self.lanes).to(dtype), self.shape, None, ramp)
+
+
+# %% jupyter={"source_hidden": true}
+# lands in nanoserve/kernels/tlsim/values.py
+class Value(Value):
+    def __getitem__(self, index: Any) -> "Value":
+        """x[:, None] and the like: new axes of size 1, which is all that Triton can index."""
+        index = index if isinstance(index, tuple) else (index,)
+        if [i for i in index if i is not None] != [slice(None)] * len(self.shape):
+            raise fault(f"a block of shape {list(self.shape)} is indexed by None and : alone")
+        ramp, sizes = self.ramp and index[-1] is not None, iter(self.shape)
+        data = self.data if ramp else self.lanes
+        for axis, i in enumerate(index):
+            data = data.unsqueeze(3 + axis) if i is None else data
+        shape = tuple(1 if i is None else next(sizes) for i in index)
+        return Value(data, shape, self.buffer, ramp)
+
+    def __index__(self) -> int:
+        raise fault("this must be known when the kernel is compiled: a number, or tl.constexpr")
+
+    def __bool__(self) -> bool:
+        if self.shape:
+            raise fault("a block is neither true nor false: use tl.where, or &, | and ~ on masks")
+        if self.data.numel() > 1:
+            raise fault(
+                "in lockstep all programs take one path, and this condition depends on the "
+                'program: use a mask, or tlsim.options(order="serial")'
+            )
+        return bool(self.data)
+
+    def __repr__(self) -> str:
+        kind = f"pointer into {self.buffer.name}" if self.buffer else str(self.dtype)[6:]
+        return f"<{list(self.shape)} {kind}>\n{self.lanes}"
+
+
+# %% [markdown]
+# The operators. Nearly all are one line, since `combine` further down does the work. Two are Triton's
+# and not Python's: `//` rounds towards 0, as C does, and 16-bit numbers are divided in 32.
+
+
+# %% jupyter={"source_hidden": true}
+# lands in nanoserve/kernels/tlsim/values.py
+def _operator(op: Callable) -> tuple[Callable, Callable]:
+    """The methods for `value op other` and for `number op value`."""
+    return (lambda a, b: combine(op, *paired(a, b))), (lambda a, b: combine(op, *paired(b, a)))
+
+
+def _division(op: Callable) -> tuple[Callable, Callable]:
+    """The same for divisions: halves are divided in float32."""
+
+    def divide(a: "Operand", b: "Operand") -> "Value":
+        a, b = paired(a, b)
+        if a.dtype in HALVES:
+            a, b = a.to(torch.float32), b.to(torch.float32)
+        return combine(op, a, b)
+
+    return divide, lambda a, b: divide(b, a)
+
+
+def _quotient(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    if a.is_floating_point():
+        raise fault("// is for integers: use / and tl.floor")
+    return torch.div(a, b, rounding_mode="trunc")  # C's rule, not Python's: -7 // 2 is -3
+
+
+def _comparison(op: Callable) -> Callable:
+    """The method for a comparison. A mask that is true everywhere is held as a single True."""
+
+    def compare(a: "Value", b: "Operand") -> "Value":
+        mask = combine(op, *paired(a, b))
+        if mask.shape and bool(mask.data.all()):
+            mask.data = mask.data.new_ones((1,) * mask.data.dim())
+        return mask
+
+    return compare
+
+
+# %% jupyter={"source_hidden": true}
+# lands in nanoserve/kernels/tlsim/values.py
+class Value(Value):
+    def __add__(self, other: "Operand") -> "Value":
+        return _sum(self, other)
+
+    __radd__ = __add__
+
+    def __sub__(self, other: "Operand") -> "Value":
+        if self.ramp or self.buffer:
+            return self + -other
+        return combine(operator.sub, *paired(self, other))
+
+    def __rsub__(self, other: "Operand") -> "Value":
+        return combine(operator.sub, *paired(other, self))
+
+    def __neg__(self) -> "Value":
+        return combine(operator.neg, self)
+
+    def __invert__(self) -> "Value":
+        return combine(operator.invert, self)
+
+    def __mul__(self, other: "Operand") -> "Value":
+        blocks = isinstance(other, Value) and self.shape and other.shape
+        if blocks and self.dtype == other.dtype == torch.float32:
+            return Product(self, other)
+        return combine(operator.mul, *paired(self, other))
+
+    __rmul__ = __mul__
+    __truediv__, __rtruediv__ = _division(operator.truediv)
+    __floordiv__, __rfloordiv__ = _division(_quotient)
+    __mod__, __rmod__ = _division(torch.fmod)
+    __and__, __rand__ = _operator(operator.and_)
+    __or__, __ror__ = _operator(operator.or_)
+    __xor__, __rxor__ = _operator(operator.xor)
+    __lshift__, __rlshift__ = _operator(operator.lshift)
+    __rshift__, __rrshift__ = _operator(operator.rshift)
+    __eq__, __ne__ = _comparison(operator.eq), _comparison(operator.ne)
+    __lt__, __le__ = _comparison(operator.lt), _comparison(operator.le)
+    __gt__, __ge__ = _comparison(operator.gt), _comparison(operator.ge)
+
+
+# %% [markdown]
+# A product of two blocks gets a class of its own on Day 22; until then it is multiplied like
+# everything else.
+
+
+# %%
+# until day 22: lands in nanoserve/kernels/tlsim/values.py
+def Product(a, b):
+    return combine(operator.mul, a, b)
+
+
+# %% [markdown]
+# **combine** brings shapes together and applies an operator to all lanes of all programs; **paired**
+# finds the dtype that Triton would compute in; **_sum** keeps a pointer a pointer and a ramp a ramp.
+
+# %% jupyter={"source_hidden": true}
+# lands in nanoserve/kernels/tlsim/values.py
+Operand = Value | int | float | bool
+
+
+def as_value(x: Operand, beside: Value | None = None) -> Value:
+    """A number as Triton types it: int1, int32 (int64 where that is too small) or float32; or as
+    the value `beside` it is typed, if that is of its kind or a wider one."""
+    if isinstance(x, Value):
+        return x
+    if not isinstance(x, int | float):
+        raise fault(f"a kernel computes with numbers and tensors, not with {type(x).__name__}")
+    dtype = torch.int32 if -(2**31) <= x < 2**31 else torch.int64
+    if not isinstance(x, int) or isinstance(x, bool):
+        dtype = torch.bool if isinstance(x, bool) else torch.float32
+    if beside is not None and not beside.buffer and _kind(dtype) <= _kind(beside.dtype):
+        dtype = beside.dtype
+    try:
+        return _constant(x, dtype, current().ids[0].device)
+    except RuntimeError:
+        raise fault(f"{x} is out of range for {dtype}") from None
+
+
+@lru_cache(maxsize=1024)
+def _constant(x: int | float, dtype: torch.dtype, device: torch.device) -> Value:
+    return Value(torch.tensor([[[x]]], dtype=dtype, device=device))
+
+
+def _kind(dtype: torch.dtype) -> int:
+    return 0 if dtype == torch.bool else 1 + dtype.is_floating_point
+
+
+def paired(a: Operand, b: Operand) -> tuple[Value, Value]:
+    """Two operands in the dtype that Triton computes in: torch's choice, but for bfloat16 beside
+    anything else, which is float32, or float16 beside that."""
+    a = a if isinstance(a, Value) else as_value(a, b if isinstance(b, Value) else None)
+    b = b if isinstance(b, Value) else as_value(b, a)
+    if a.buffer or b.buffer or a.dtype == b.dtype:
+        return a, b
+    dtype, both = torch.promote_types(a.dtype, b.dtype), {a.dtype, b.dtype}
+    if torch.bfloat16 in both:
+        half = torch.float16 in both
+        dtype = torch.float16 if half else torch.promote_types(dtype, torch.float32)
+    return a.to(dtype), b.to(dtype)
+
+
+# %% jupyter={"source_hidden": true}
+# lands in nanoserve/kernels/tlsim/values.py
+@cache
+def joint_shape(*shapes: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape that blocks of these shapes broadcast to, aligned at the last axis."""
+    sizes = zip_longest(*(shape[::-1] for shape in shapes), fillvalue=1)
+    joint = tuple(map(max, sizes))[::-1]
+    if not all(broadcasts(shape, joint) for shape in shapes):
+        raise fault(f"shapes {' and '.join(str(list(s)) for s in shapes)} do not broadcast")
+    return joint
+
+
+@cache
+def broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
+    """Whether a block of a shape can be repeated along axes of size 1 until it has another."""
+    pairs = zip(shape[::-1], to[::-1], strict=False)
+    return len(shape) <= len(to) and all(n in (1, size) for n, size in pairs)
+
+
+def spread(data: torch.Tensor, rank: int) -> torch.Tensor:
+    """Give data [x, y, z, ...] as many axes behind the grid's as a block of this rank has."""
+    missing = rank + 3 - data.dim()
+    return data.reshape(*data.shape[:3], *(1,) * missing, *data.shape[3:]) if missing else data
+
+
+def combine(op: Callable, *values: Value) -> Value:
+    """op on every lane of every program, with the shapes broadcast."""
+    shape = joint_shape(*[x.shape for x in values])
+    for x in values:
+        if x.buffer:
+            raise fault(f"pointers into {x.buffer.name} can be moved by integers, no more")
+    try:
+        return Value(op(*[spread(x.lanes, len(shape)) for x in values]), shape)
+    except RuntimeError as error:  # torch's, of dtypes that the operator does not take
+        raise fault(str(error)) from None
+
+
+def _sum(a: Operand, b: Operand) -> Value:
+    """a + b. A pointer stays one, and a ramp, unless what is added differs from lane to lane."""
+    a, b = paired(a, b)
+    buffer = a.buffer or b.buffer
+    if buffer and ((a.buffer and b.buffer) or _kind(a.data.dtype) + _kind(b.data.dtype) != 2):
+        raise fault(f"pointers into {buffer.name} can be moved by integers, no more")
+    ramp, other = (a, b) if a.ramp else (b, a)
+    stays = ramp.ramp and not other.ramp and (not other.shape or other.data.shape[-1] == 1)
+    shape = joint_shape(a.shape, b.shape)
+    x, y = (spread(v.data if stays else v.lanes, len(shape)) for v in (a, b))
+    return Value(x + y, shape, buffer, stays)
+
+
+# %% [markdown]
+# ### Loads, stores and the watchman
+#
+# Three steps: **_access** finds the lanes that take part, **_check** refuses what is outside or was
+# stored to by another program, and then memory is read or written. In `load`, look at the branch for a
+# ramp, `unfold`: whole rows, by their first element.
+
+
+# %% jupyter={"source_hidden": true}
+# lands in nanoserve/kernels/tlsim/memory.py
+def load(pointer: Value, mask: Operand | None = None, other: Operand | None = None, **_) -> Value:
+    """tl.load: what lies at the pointers, for lanes whose mask is true; `other` for the rest.
+
+    Without `other` those hold nothing one may rely on: NaN here, where the dtype has it. Where the
+    last axis is a ramp, rows are read whole. Hints about caches are taken and ignored.
+    """
+    masked = mask is not None
+    mask, live = _access("load", pointer, mask)
+    flat, first = pointer.buffer.flat, pointer.data
+    width = pointer.shape[-1] if pointer.ramp else 1
+    if pointer.ramp and first.min() >= 0 and first.max() <= len(flat) - width:
+        data = flat.unfold(0, width, 1)[first.squeeze(-1)]  # every window of `width`, by its start
+    elif len(flat):  # lanes that do not take part may point anywhere
+        data = flat[pointer.lanes.clamp(0, len(flat) - 1)]
+    else:
+        data = flat.new_zeros(())
+    if other is not None and not masked:
+        raise fault("tl.load takes `other` only with a mask")
+    if mask is not None:
+        if other is None:
+            other = torch.nan if flat.is_floating_point() else 0
+        data = torch.where(mask, data, _lanes_for(pointer, other, "a value").to(flat.dtype))
+    if current().options.poison and flat.is_floating_point():
+        stale = data.isnan() if live is None else data.isnan() & live
+        _refuse(stale, pointer, "reads a NaN, so a slot that nobody owns,")
+    return Value(data, pointer.shape)
+
+
+def store(pointer: Value, value: Operand, mask: Operand | None = None, **_) -> None:
+    """tl.store: put value's lanes where the pointers point, for lanes whose mask is true."""
+    _write("store", pointer, value, mask)
+
+
+def atomic_add(pointer: Value, value: Operand, mask: Operand | None = None, **_) -> None:
+    """tl.atomic_add: add to memory, where other lanes and programs may add as well.
+
+    Triton gives the old values back; they depend on the order of programs, so tlsim does not.
+    """
+    _write("atomic_add", pointer, value, mask)
+
+
+def _write(kind: str, pointer: Value, value: Operand, mask: Operand | None) -> None:
+    offsets, live = _everywhere(pointer, _access(kind, pointer, mask)[1])
+    flat, data = pointer.buffer.flat, _lanes_for(pointer, value, "a value")
+    data = data.to(flat.dtype).expand(offsets.shape)[live]
+    flat.index_put_((offsets[live],), data, accumulate=kind == "atomic_add")
+
+
+# %% jupyter={"source_hidden": true}
+# lands in nanoserve/kernels/tlsim/memory.py
+def _lanes_for(pointer: Value, x: Operand, what: str) -> torch.Tensor:
+    """x's lanes, ready to broadcast to those of the pointer."""
+    x = as_value(x)
+    if not broadcasts(x.shape, pointer.shape):
+        raise fault(f"{what} of shape {list(x.shape)} for {list(pointer.shape)} pointers")
+    return spread(x.lanes, len(pointer.shape))
+
+
+def _everywhere(pointer: Value, live: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Offsets and mask written out for every lane of every program: [x, y, z, *shape]."""
+    shape = (*current().programs.shape, *pointer.shape)
+    live = pointer.data.new_ones((), dtype=torch.bool) if live is None else live
+    return pointer.lanes.expand(shape), live.expand(shape)
+
+
+def _access(
+    kind: str, pointer: Value, mask: Operand | None
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The mask, and the lanes that take part: those of it in programs still active. None is all."""
+    if not isinstance(pointer, Value) or not pointer.buffer:
+        raise fault(f"tl.{kind} wants pointers, got {getattr(pointer, 'dtype', pointer)}")
+    wave, trace = current(), _trace.get()
+    if mask is not None:
+        mask = _lanes_for(pointer, mask, "a mask")
+        if mask.dtype != torch.bool:
+            raise fault(f"a mask is int1, and this one {mask.dtype}: compare it with something")
+        mask = None if mask.numel() == 1 and bool(mask) else mask
+    live = mask
+    if wave.active is not None:
+        active = spread(wave.active, len(pointer.shape))
+        live = active if mask is None else mask & active
+    if wave.options.checks:
+        _check(kind, pointer, live)
+    if trace is not None:
+        trace.record(kind, pointer, live)
+    return mask, live
+
+
+# %% jupyter={"source_hidden": true}
+# lands in nanoserve/kernels/tlsim/memory.py
+def _check(kind: str, pointer: Value, live: torch.Tensor | None) -> None:
+    """The sanitizer: offsets inside the buffer; no address stored to by two programs."""
+    flat, wave = pointer.buffer.flat, current()
+    outside = (pointer.lanes < 0) | (pointer.lanes >= len(flat))
+    _refuse(outside if live is None else outside & live, pointer, f"{kind}s outside")
+    if kind == "store":
+        if flat.data_ptr() not in wave.writers:
+            wave.writers[flat.data_ptr()] = torch.full_like(flat, -1, dtype=torch.int64)
+        writers = wave.writers[flat.data_ptr()]
+        offsets, live = _everywhere(pointer, live)
+        mine = spread(wave.programs, len(pointer.shape)).expand(offsets.shape)[live]
+        before = writers[offsets[live]]
+        writers[offsets[live]] = mine
+        clash = torch.zeros_like(live)
+        clash[live] = ((before != -1) & (before != mine)) | (writers[offsets[live]] != mine)
+        _refuse(clash, pointer, "stores where another program has stored,")
+
+
+def _refuse(wrong: torch.Tensor, pointer: Value, deed: str) -> None:
+    """Raise for the first lane that is wrong, if one is."""
+    if wrong.any():
+        offsets, wrong = _everywhere(pointer, wrong)
+        first = tuple(int(i) for i in wrong.nonzero()[0])
+        buffer, program = pointer.buffer, int(current().programs[first[:3]])
+        what = f"{deed} {buffer.name}[{int(offsets[first])}] of {len(buffer.flat)} elements"
+        raise fault(what, program, first[3:])
+
+
+# %% [markdown]
+# **Access** is one load or store as a trace keeps it. `bytes` is what the lanes asked for, and `rows`
+# the number of stretches it lies in: where a lane's neighbour is not its neighbour in memory, a new
+# stretch begins. You measure with it below.
+
+
+# %% jupyter={"source_hidden": true}
+# lands in nanoserve/kernels/tlsim/memory.py
+@dataclass(frozen=True)
+class Access:
+    """One load, store or atomic_add of a wave of programs, as a trace keeps it."""
+
+    kind: str
+    name: str  # of the argument
+    line: int
+    itemsize: int
+    programs: torch.Tensor  # [programs], their numbers in the grid
+    offsets: torch.Tensor  # [programs, *shape], in elements
+    live: torch.Tensor  # [programs, *shape], the lanes that took part
+    coalesced: bool  # neighbouring lanes lie side by side, so that rows move whole
+
+    @property
+    def bytes(self) -> int:
+        """What the lanes asked for, counted as often as it was."""
+        return int(self.live.sum()) * self.itemsize
+
+    @property
+    def rows(self) -> int:
+        """The stretches of neighbouring lanes at neighbouring offsets: 1 per row if coalesced."""
+        offsets, live = self.offsets.flatten(0, -2), self.live.flatten(0, -2)
+        joined = live[:, 1:] & live[:, :-1] & (offsets[:, 1:] == offsets[:, :-1] + 1)
+        return int(live.sum() - joined.sum())
+
+    def of(self, program: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(offsets, live) of one program, by its number in the grid, both of the block's shape."""
+        index = int((self.programs == program).nonzero())
+        return self.offsets[index], self.live[index]
+
+
+# %% jupyter={"source_hidden": true}
+# lands in nanoserve/kernels/tlsim/memory.py
+@dataclass
+class Trace:
+    """What kernels loaded and stored while it was on, in order."""
+
+    accesses: list[Access] = field(default_factory=list)
+
+    def bytes(self, kind: str) -> int:
+        """The bytes that all accesses of a kind asked for."""
+        return sum(access.bytes for access in self.accesses if access.kind == kind)
+
+    def distinct_bytes(self, kind: str, name: str) -> int:
+        """The bytes of one argument that were touched at all: what cannot be avoided."""
+        chosen = [a for a in self.accesses if (a.kind, a.name) == (kind, name)]
+        touched = [a.offsets[a.live] for a in chosen]
+        return len(torch.cat(touched).unique()) * chosen[0].itemsize if chosen else 0
+
+    def record(self, kind: str, pointer: Value, live: torch.Tensor | None) -> None:
+        buffer, coalesced = pointer.buffer, pointer.ramp or not pointer.shape
+        at = (kernel_line()[1], buffer.flat.itemsize, current().programs.flatten())
+        lanes = (x.flatten(0, 2) for x in _everywhere(pointer, live))
+        self.accesses.append(Access(kind, buffer.name, *at, *lanes, coalesced))
+
+
+_trace: ContextVar[Trace | None] = ContextVar("trace", default=None)
+
+
+@contextmanager
+def trace() -> Iterator[Trace]:
+    """Record what the kernels launched within load and store."""
+    token = _trace.set(Trace())
+    try:
+        yield _trace.get()
+    finally:
+        _trace.reset(token)
+
+
+# %% [markdown]
+# ### The words of the language
+#
+# Today's part of `tl`: the types, which program this is, and the lanes. The rest comes tomorrow.
+
+# %% jupyter={"source_hidden": true}
+# lands in nanoserve/kernels/tlsim/language.py
+int1, int8, int16, int32, int64 = torch.bool, torch.int8, torch.int16, torch.int32, torch.int64
+uint8, float16, bfloat16 = torch.uint8, torch.float16, torch.bfloat16
+float32, float64 = torch.float32, torch.float64
+
+
+class constexpr:
+    """Marks a parameter that is known when the kernel is compiled, or wraps such a global."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def program_id(axis: int) -> Value:
+    """Which program this is, along an axis of the grid: int32."""
+    return Value(current().ids[axis])
+
+
+def num_programs(axis: int) -> Value:
+    """How many programs the grid has along an axis: int32."""
+    return as_value(current().grid[axis])
+
+
+# %% jupyter={"source_hidden": true}
+# lands in nanoserve/kernels/tlsim/language.py
+def arange(start: int, end: int) -> Value:
+    """start, start + 1, ... end - 1: an int32 block whose length is a power of two."""
+    if not (isinstance(start, int) and isinstance(end, int)):
+        raise fault("the bounds of tl.arange are tl.constexpr: they are compiled into the program")
+    (length,) = _block_shape(end - start)
+    return Value(as_value(start).data[..., None], (length,), ramp=length > 1)
+
+
+def _block_shape(*shape: Any) -> tuple[int, ...]:
+    """The shape of a block, by Triton's rules: constants that are powers of two."""
+    for size in shape:
+        if not isinstance(size, int):
+            raise fault("the shape of a block is tl.constexpr: it is compiled into the program")
+        if size < 1 or size & (size - 1):
+            raise fault(f"the sizes of a block are powers of two, and {size} is none")
+    return shape
+
+
+# %% [markdown]
+# ### A launch by hand
+#
+# That is enough to run a kernel's lines without a kernel. Make a wave of three programs, and type what
+# stood in `double`. These are the notebook's own definitions, from the cells above:
+
+# %%
+along_x = torch.arange(3, dtype=torch.int32).view(3, 1, 1)
+one = torch.zeros(1, 1, 1, dtype=torch.int32)
+hand = _wave.set(Wave((3, 1, 1), (along_x, one, one), Options(), {}))
+
+offsets = program_id(0) * 4 + arange(0, 4)
+print("one program has", list(offsets.shape), "and tlsim holds", list(offsets.data.shape))
+print("the ramps begin at", offsets.data.flatten().tolist())
+print(offsets.lanes.view(3, 4))
+
+# %% [markdown]
+# Three numbers stand for twelve lanes. Then the pointers, the mask, the load and the store:
+
+# %%
+x, out = torch.arange(10.0), torch.zeros(10)
+x_ptr, out_ptr = (
+    Value(torch.zeros(1, 1, 1, dtype=torch.int64), buffer=Buffer(name, tensor))
+    for name, tensor in (("x", x), ("out", out))
+)
+inside = offsets < 10
+store(out_ptr + offsets, load(x_ptr + offsets, inside) * 2, inside)
+print(out)
+assert torch.equal(out, 2 * torch.arange(10.0))
+
+# %%
+try:
+    load(x_ptr + offsets)
+except KernelError as error:
+    print(error)
+_wave.reset(hand)
+
+# %% [markdown]
+# ### Reading a kernel
+#
+# What is left is `@tlsim.jit`. A **Kernel** reads the function's source, as Triton does; refuses what
+# Triton has not got; and builds a Python function in which `tl` means tlsim, whatever it meant outside.
+# Then `launch` turns tensors into pointers and runs the function once per wave.
+
+# %%
+from nanoserve.kernels.tlsim import language
+from nanoserve.kernels.tlsim.loops import Loop, Rewrite, named
+
+# %% jupyter={"source_hidden": true}
+# lands in nanoserve/kernels/tlsim/launch.py
+HINTS = {"num_warps", "num_stages", "num_ctas", "maxnreg"}  # to a compiler: taken and ignored
+
+
+class One(int):
+    """An integer argument equal to 1, which Triton compiles in as a constant."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"an integer argument equal to 1 is a constant in Triton, and has no .{name}: "
+            "this kernel would fail for 1 alone"
+        )
+
+
+# %% jupyter={"source_hidden": true}
+# lands in nanoserve/kernels/tlsim/launch.py
+class Kernel:
+    """A function of Triton's language, to be launched as kernel[grid](*args, **meta)."""
+
+    def __init__(self, fn: Callable) -> None:
+        while hasattr(fn, "fn"):  # what triton.jit and triton.autotune have wrapped
+            fn = fn.fn
+        self.fn = fn
+        update_wrapper(self, fn)
+        self.signature = inspect.signature(fn)
+        self._code, self._names = _read(fn)
+
+    def __getitem__(self, grid: Any) -> Callable:
+        return partial(self.launch, grid)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Called by another kernel: run as a part of it."""
+        current()
+        return self._function()(*args, **kwargs)
+
+    def launch(self, grid: Any, *args: Any, **kwargs: Any) -> None:
+        """Run every program of the grid: up to three sizes, or a function of the arguments.
+
+        Tensors become pointers to their first elements, numbers scalars, tl.constexpr parameters
+        stay as they are. Raises TypeError for arguments that do not fit, KernelError from within.
+        """
+        try:
+            bound = self.signature.bind(
+                *args, **{k: v for k, v in kwargs.items() if k not in HINTS}
+            )
+        except TypeError as error:
+            raise TypeError(f"{self.__name__}: {error}") from None
+        bound.apply_defaults()
+        grid = grid(bound.arguments) if callable(grid) else grid
+        grid = (grid,) if isinstance(grid, int) else grid
+        sizes = isinstance(grid, tuple) and all(isinstance(n, int) and n >= 0 for n in grid)
+        if not sizes or not 1 <= len(grid) <= 3:
+            raise ValueError(f"{self.__name__}: a grid is one to three sizes, got {grid}")
+        grid += (1,) * (3 - len(grid))
+        devices = {x.device for x in bound.arguments.values() if isinstance(x, torch.Tensor)}
+        if len(devices) > 1:
+            raise ValueError(f"{self.__name__}: its tensors lie on {sorted(map(str, devices))}")
+        options = _options.get(Options())
+        function, writers = self._function(), {}
+        for ids in _waves(grid, options):
+            ids = tuple(part.to(*devices) for part in ids)
+            token = _wave.set(Wave(grid, ids, options, writers))
+            try:
+                function(*(self._argument(name, x) for name, x in bound.arguments.items()))
+            finally:
+                _wave.reset(token)
+
+    def _argument(self, name: str, x: Any) -> Any:
+        annotation = self.signature.parameters[name].annotation
+        if x is None or getattr(annotation, "__name__", str(annotation)).endswith("constexpr"):
+            return _translate(x)
+        if isinstance(x, torch.Tensor):
+            start = torch.zeros(1, 1, 1, dtype=torch.int64, device=x.device)
+            return Value(start, buffer=Buffer(name, x))
+        if not isinstance(x, int | float):
+            raise TypeError(f"{self.__name__}: no kernel takes {name}, a {type(x).__name__}")
+        return One(1) if x is not True and x == 1 and isinstance(x, int) else as_value(x)
+
+    def _function(self) -> Callable:
+        """The kernel as a Python function, with what its globals mean at this moment."""
+        known = {**self.fn.__globals__, **inspect.getclosurevars(self.fn).nonlocals}
+        namespace = {
+            "__tlsim__": True,
+            "__Loop": Loop,
+            "__named": named,
+            "__builtins__": BUILTINS,
+        }
+        for name in self._names & known.keys():
+            namespace[name] = _translate(known[name], f"{self.__name__} reads the global {name}")
+        exec(self._code, namespace)
+        return namespace[self.fn.__name__]
+
+
+# %% jupyter={"source_hidden": true}
+# lands in nanoserve/kernels/tlsim/launch.py
+def _waves(grid: tuple[int, int, int], options: Options) -> Iterator[tuple[torch.Tensor, ...]]:
+    """The ids of the programs that run side by side, wave after wave, as Wave holds them."""
+    x, y, z = grid
+    if options.order == "serial":
+        shuffled = torch.Generator().manual_seed(options.seed)
+        for program in torch.randperm(x * y * z, generator=shuffled).tolist():
+            place = (program % x, program // x % y, program // (x * y))
+            yield tuple(torch.full((1, 1, 1), i, dtype=torch.int32) for i in place)
+        return
+    deep = min(z, options.wave)
+    high = min(y, options.wave // max(deep, 1))
+    wide = min(x, options.wave // max(deep * high, 1))
+    if x * y * z:
+        sizes = zip(grid, (wide, high, deep), strict=True)
+        along = (torch.arange(n, dtype=torch.int32).split(size) for n, size in sizes)
+        for i, j, k in product(*along):
+            yield i.view(-1, 1, 1), j.view(1, -1, 1), k.view(1, 1, -1)
+
+
+def jit(fn: Callable) -> Kernel:
+    """Make a kernel of a function, or of what triton.jit made of one."""
+    return fn if isinstance(fn, Kernel) else Kernel(fn)
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is at least n."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+# %% [markdown]
+# The source as a tree: what is refused, and what the names of the surroundings mean in a kernel.
+
+
+# %% jupyter={"source_hidden": true}
+# lands in nanoserve/kernels/tlsim/launch.py
+def _read(fn: Callable) -> tuple[CodeType, set[str]]:
+    """A kernel's source, compiled with loops that carry, and the names that it looks up."""
+    try:
+        lines, first = inspect.getsourcelines(fn)
+    except (OSError, TypeError):
+        raise KernelError(f"{fn.__name__}: a kernel is read as source, and this has none") from None
+    tree, file = ast.parse(textwrap.dedent("".join(lines))), inspect.getsourcefile(fn)
+    ast.increment_lineno(tree, first - 1)
+    [function] = tree.body
+    for node in ast.walk(function):
+        kind = type(node).__name__
+        inside = [type(n).__name__ for n in ast.walk(node)] if kind in ("For", "While") else []
+        if kind in REFUSED or "Return" in inside or (inside and node.orelse):
+            what = kind.lower() if kind in REFUSED else "return or else in a loop"
+            raise KernelError(f"{source_name(file)}, line {node.lineno}: Triton has no {what}")
+    function.decorator_list, function.returns = [], None
+    for arg in ast.walk(function.args):
+        if isinstance(arg, ast.arg):
+            arg.annotation = None
+    names = {n.id for n in ast.walk(function) if isinstance(n, ast.Name)}
+    names -= {*fn.__code__.co_varnames, *fn.__code__.co_cellvars}  # its own
+    return compile(ast.fix_missing_locations(Rewrite().visit(tree)), file, "exec"), names
+
+
+BUILTINS = {  # of Python's, Triton has no other
+    **{f.__name__: f for f in (len, list, float, int, isinstance, getattr, hasattr, print, locals)},
+    "range": language.range,
+    "min": language.minimum,
+    "max": language.maximum,
+}
+REFUSED = {"Break", "Continue", "Try", "Raise", "With", "Lambda", "ClassDef", "Yield", "Import"}
+_DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
+
+
+def _translate(x: Any, use: str = "") -> Any:
+    """What an object of the kernel's surroundings is in tlsim; refused where Triton refuses it."""
+    home, kind = getattr(x, "__module__", None) or "", type(x)
+    if isinstance(x, ModuleType):
+        ours = {"triton.language": language, "triton": _TRITON, __package__: _TRITON}
+        return ours.get(x.__name__, x)
+    if kind.__name__ == "constexpr":
+        return x.value
+    if kind.__module__.startswith("triton.language"):  # tl.float32 and the like
+        return getattr(language, _DTYPES.get(x.name, x.name))
+    if home.startswith("triton.language"):  # from triton.language import exp
+        return getattr(language, x.__name__)
+    if hasattr(x, "fn") or isinstance(x, Kernel):
+        return jit(x)
+    if not use or home.startswith(__package__) or isinstance(x, type | torch.dtype):
+        return x
+    rule = "is not marked @triton.jit" if callable(x) else "is not wrapped in tl.constexpr"
+    raise KernelError(f"{use}, which {rule}: a kernel can see no other")
+
+
+_TRITON = SimpleNamespace(
+    language=language, jit=jit, cdiv=language.cdiv, next_power_of_2=next_power_of_2
+)
+
+
+# %% [markdown]
+# ## Measure it: neighbours move together
+#
+# Why does it matter whether lanes lie side by side? A card does not fetch single numbers. It fetches
+# **sectors** of 32 bytes, eight float32s, and what it does not need of a sector is thrown away.
+#
+# Take a matrix of 64 x 64 numbers, 16 KiB. Each program reads 64 of them: a tile of `ROWS` x `COLS`.
+# With 1 x 64, a program's lanes lie in one row; with 64 x 1, in a column, where neighbours are
+# 64 elements apart.
+
+
+# %%
+@tlsim.jit
+def read_tile(x_ptr, stride, ROWS: tl.constexpr, COLS: tl.constexpr):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    tl.load(x_ptr + row[:, None] * stride + column[None, :])
+
+
+def sectors(access):
+    """The bytes a card fetches for an access, each program by itself, in sectors of 32."""
+    each = (access.offsets * access.itemsize // 32).flatten(1)
+    return 32 * sum(
+        len(program[live].unique()) for program, live in zip(each, access.live.flatten(1))
+    )
+
+
+# %% [markdown]
+# Every program reads each of its numbers once, in all of the tilings. Guess, for the columns:
+
+# %%
+today.predict("fetched", "By columns: how many times 16 KiB does a card fetch?", guess=None)
+
+# %%
+matrix, widths, found = torch.zeros(64, 64), (64, 32, 16, 8, 4, 2, 1), []
+for cols in widths:
+    rows = 64 // cols
+    with tlsim.trace() as seen:
+        read_tile[(64 // rows, 64 // cols)](matrix, 64, ROWS=rows, COLS=cols)
+    (access,) = seen.accesses
+    found.append((access.rows, sectors(access) / 1024))
+    print(
+        f"{rows:2} x {cols:2}: asked for {access.bytes // 1024} KiB in {access.rows:5,} stretches, "
+        f"fetched {found[-1][1]:3.0f} KiB"
+    )
+assert found[0] == (64, 16) and found[-1] == (4096, 128)
+
+# %%
+from nanoserve.course.plots import COLOURS, figure, label_line, line, log2_axis, prediction_marker
+
+fig, (left, right) = figure(panels=2, height=4.2, xlabel="lanes side by side in a row")
+left.set(ylabel="stretches of memory", title="The same 16 KiB")
+right.set(ylabel="KiB that a card fetches")
+backwards = range(len(widths) - 1, -1, -1)
+for ax, column in ((left, 0), (right, 1)):
+    line(
+        ax,
+        [widths[i] for i in backwards],
+        [found[i][column] for i in backwards],
+        "",
+        COLOURS["tlsim"],
+    )
+    log2_axis(ax)
+    ax.set(xticks=widths)
+log2_axis(left, "y")
+right.axhline(16, color=COLOURS["limit"], linestyle="--", linewidth=1.2)
+label_line(right, 8, 16, "asked for", COLOURS["limit"], "below")
+if guess := today.guess("fetched"):
+    prediction_marker(right, 1, 16 * guess, where="right")
+right.set(ylim=(0, 140))
+fig
+
+# %% [markdown]
+# Down to eight lanes side by side nothing is lost: they fill a sector. Below that each sector is
+# fetched for less and less of it, and by columns a card moves eight times what was asked for. Nothing
+# in the kernel's result would show it. The word for the good case is **coalesced**.
+#
+# Now the question that the pool has been waiting for. Paged memory is scattered memory. Does it waste
+# sectors?
+
+# %%
+with tlsim.trace() as seen:
+    gather(paged_gather, memory.k[17], mine.slot_mapping, 16)
+for access in seen.accesses:
+    ratio = sectors(access) / access.bytes
+    print(
+        f"{access.kind:5} {access.name:8} {access.bytes:7,} bytes in {access.rows:3} stretches, "
+        f"fetched {ratio:.2f} times, coalesced: {access.coalesced}"
+    )
+whole = [sectors(access) == access.bytes for access in seen.accesses if access.name == "pool_ptr"]
+assert whole == [True]
+
+# %% [markdown]
+# No. A row of one head is 64 numbers side by side, 256 bytes, eight whole sectors. Where the next row
+# lies does not matter; that a row is *whole* does. This is why the pool ends in `head_dim`. (The slot
+# mapping ends in the middle of a sector, and each head's programs read it again.)
+#
+# What the count does not show: a card's caches, which may catch a sector that another program has
+# fetched, and time. It is a count of a model. Day 27 measures a card.
+#
+# ## Lockstep against serial
+#
+# Last, the price of the model itself. The same gather of 512 positions is 384 programs by tiles of 4,
+# 96 by tiles of 16, 24 by tiles of 64. Side by side they are one pass over large tensors; one after
+# another, a pass over small ones for each program.
+
+# %%
+# NBVAL_IGNORE_OUTPUT
+from nanoserve.bench.timing import median_times
+
+long_pool = torch.randn(1_024, n_kv, head_dim)
+scattered = torch.randperm(1_024, generator=torch.Generator().manual_seed(21))[:512]
+
+
+def timed(order, tile, checks=True):
+    with tlsim.options(order=order, checks=checks):
+        return gather(paged_gather, long_pool, scattered, tile)
+
+
+for tile in (4, 16, 64):
+    runs = {
+        "serial": lambda tile=tile: timed("serial", tile),
+        "lockstep": lambda tile=tile: timed("lockstep", tile),
+        "lockstep, no checks": lambda tile=tile: timed("lockstep", tile, checks=False),
+    }
+    seconds = median_times(runs, rounds=3)
+    words = ", ".join(f"{name} {taken * 1e3:.1f} ms" for name, taken in seconds.items())
+    print(f"tiles of {tile:2}: {words}")
+    assert tile > 4 or seconds["serial"] > 3 * seconds["lockstep"]
+
+# %% [markdown]
+# Serial pays for each program, however little it does. Lockstep does not mind how many there are, and
+# most of its time goes to the checks, which an engine may switch off when the kernel is proven. That is
+# what makes tlsim fit to run a whole model on Day 25.
+#
+# It is a model of a card and no card. `pool[slot_mapping]` alone is faster than all three, and the
+# ratio of these times says nothing about a GPU. Serial is for doubt: in another order, with another
+# seed, the result must stay the same.
+#
+# ## What you learned
+#
+# 1. **A kernel says what one program does; its number says which part.** All that differs between two
+#    programs is `program_id`.
+# 2. **An address is a buffer and an offset.** Keep both, and every stray read can be named; inside the
+#    buffer, only an oracle knows what is right.
+# 3. **Scattered is cheap as long as rows are whole.** Memory moves in stretches, and the last axis
+#    decides how long they are.
+#
+# ## Tomorrow
+#
+# The gather copies keys so that attention can read them. Day 22 leaves the copy out: a program reads a
+# tile of keys, uses it, and forgets it. For that the softmax has to be folded, tile by tile.
+#
+# **In one paragraph.** We launched programs instead of writing loops. Each knows its number, works out
+# its offsets from it, and reads and stores through a mask, because lanes that move together cannot
+# branch. Under a model of Triton made of torch we gathered the pool's rows through their slots, equal
+# to `pool[slot_mapping]` for every tile, and planted six bugs: four left their memory and were named to
+# the lane, two stayed inside and were found only by comparison. A trace showed that scattered rows cost
+# nothing, and single scattered numbers cost eight times their size.
