@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 # the largest exponent of each; twice the length takes 2 ** exponent times as long
 REGIMES = (
@@ -34,8 +34,18 @@ class ScalingFit:
         return self.constant * length**self.exponent
 
 
+def power_law(lengths: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
+    """(exponent, constant) of the line nearest to the logarithms: least squares of log(seconds) on
+    log(length), where a point weighs by its ratio to the line and not by its size."""
+    x, y = ([math.log(value) for value in values] for values in (lengths, seconds))
+    mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
+    spread = sum((a - mean_x) ** 2 for a in x)
+    exponent = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True)) / spread
+    return exponent, math.exp(mean_y - exponent * mean_x)
+
+
 def fit_scaling(lengths: Sequence[float], seconds: Sequence[float]) -> ScalingFit:
-    """Least squares of log(seconds) on log(length): every point weighs by its ratio to the line.
+    """The power law of a sweep, with what it leaves unsaid.
 
     Raises ValueError for two sequences that differ in length, fewer than three points (two lie on
     a line whatever they are), lengths all equal, and anything that is not positive and finite.
@@ -48,13 +58,11 @@ def fit_scaling(lengths: Sequence[float], seconds: Sequence[float]) -> ScalingFi
         for value in values:
             if not (value > 0 and math.isfinite(value)):
                 raise ValueError(f"{name} must be positive and finite, got {value}")
-    x, y = ([math.log(value) for value in values] for values in (lengths, seconds))
-    if min(x) == max(x):
+    if math.log(min(lengths)) == math.log(max(lengths)):
         raise ValueError(f"the lengths are all equal, {lengths[0]}: there is no slope")
-    mean_x, mean_y = math.fsum(x) / len(x), math.fsum(y) / len(y)
-    spread = math.fsum((a - mean_x) ** 2 for a in x)
-    slope = math.fsum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True)) / spread
-    intercept = mean_y - slope * mean_x
-    off = max(abs(b - intercept - slope * a) for a, b in zip(x, y, strict=True))
-    longest, took = max(zip(lengths, seconds, strict=True))
-    return ScalingFit(slope, math.exp(intercept), took / longest, math.exp(off))
+    exponent, constant = power_law(lengths, seconds)
+    line = ScalingFit(exponent, constant, seconds_per_token=0.0, misfit=1.0)
+    points = list(zip(lengths, seconds, strict=True))
+    ratios = [took / line.seconds(length) for length, took in points]
+    longest, took = max(points)
+    return replace(line, seconds_per_token=took / longest, misfit=max(max(ratios), 1 / min(ratios)))
