@@ -9,7 +9,7 @@ import torch
 
 from nanoserve.course import widgets
 from nanoserve.course.exercise import Case, Exercise, Wrong, close, wrong
-from nanoserve.course.plots import COLOURS, figure
+from nanoserve.course.plots import COLOURS, figure, style
 from nanoserve.course.source import source_of
 from nanoserve.kernels import paged_attention, tlsim
 from nanoserve.kernels.dispatch import launch
@@ -286,9 +286,10 @@ def _kernel_cases() -> list[Case]:
     owned[poisoned[3]] = True
     for pool in poisoned[1:3]:
         pool[~owned] = torch.nan
-    steep = a_read(1, 17)
-    steep[0].fill_(1.0)
-    steep[1][steep[3]] = torch.linspace(70, -70, 17)[:, None, None].expand(-1, 2, 8)
+    falling, low = a_read(1, 17), a_read(1, 9)
+    for read, channels in ((falling, torch.linspace(70, -70, 17)), (low, -50 - torch.arange(9.0))):
+        read[0].fill_(1.0)  # so a score is 8 times a channel of its key, over the root of 8
+        read[1][read[3]] = channels[:, None, None].expand(-1, 2, 8)
     return [
         case("decode: 32 keys, two whole tiles of 16", "heads", a_read(1, 32), 16),
         case("decode: 5 keys in a tile of 16", "tail", a_read(1, 5), 16),
@@ -299,7 +300,8 @@ def _kernel_cases() -> list[Case]:
         case("MHA: six KV heads", "heads", a_read(2, 12, n_kv=6), 4),
         case("14 channels, padded to 16", "pad", a_read(2, 12, head_dim=14), 4),
         case("v_pool with strides of its own", "stride", a_read(2, 11), 4, gap=1),
-        case("scores that fall by 400", "large", steep, 4),
+        case("scores that fall from 200 to -200", "large", falling, 4),
+        case("scores below -140", "large", low, 4),
         case("NaN in every other slot", "pad", poisoned, 8, poison=True),
         case("one program at a time, shuffled", "band", a_read(2, 6, 2, 1), 4, order="serial"),
     ]
@@ -348,6 +350,16 @@ _KERNEL_WRONG = (
     _kernel_but(
         "Every turn loads the first tile again: start is missing from the positions.",
         ("start + tl.arange(0, TILE)", "tl.arange(0, TILE)"),
+    ),
+    _kernel_but(
+        "The query does not see itself: position p sees p + 1 keys, 0 to p. The very first query "
+        "would see none, and divide 0 by 0.",
+        ("seq_q + query + 1", "seq_q + query"),
+    ),
+    _kernel_but(
+        "m starts at 0. Where all scores are far below, every exp(score - 0) is 0, and so is l. It "
+        "starts at -inf, below any score.",
+        ('m = float("-inf")', "m = 0.0"),
     ),
     _kernel_but(
         "Query head h reads KV head h % n_kv. Neighbours share: it is h // N_REP.",
@@ -462,8 +474,8 @@ KERNEL = Exercise(
         ),
         "large": (
             "Which of your exponents can be above 0?",
-            "m_new is the larger of m and of the tile's largest score; alpha is exp(m - m_new), p "
-            "is exp(score - m_new), and m = m_new at the end of the turn.",
+            "m begins at -inf, and m_new is the larger of m and of the tile's largest score; alpha "
+            "is exp(m - m_new), p is exp(score - m_new), and m = m_new ends the turn.",
             "m_new = tl.maximum(m, tl.max(score, axis=0)); alpha = tl.exp(m - m_new)",
         ),
     },
@@ -484,6 +496,7 @@ SCORES = {
 VALUES = (0.2, 0.9, 0.5, 0.1, 0.8, 0.6, 0.3, 0.7, 0.4, 1.0, 0.2, 0.5)  # one channel will do
 
 
+@style()
 def _draw_stepper(tiles: int, tile: int, scores: str):
     """Scores and their maximum at the left; at the right the weights that the numbers mean."""
     s, v = torch.tensor(SCORES[scores]), torch.tensor(VALUES)
@@ -514,8 +527,8 @@ def _draw_stepper(tiles: int, tile: int, scores: str):
         left.text(-0.6, float(m) + 0.12, f"m = {m:.1f}", color=COLOURS["ink"], weight="bold")
         numbers = f"alpha {alpha:.2f}   m {m:.1f}   l {l:.3f}   acc {acc:.3f}"
     result = f"acc / l = {acc / l:.3f}" if seen else ""
-    left.set_title(numbers)
-    right.set_title(f"{result}   softmax of all: {truth @ v:.3f}", fontsize=10.5)
+    left.set_title(numbers, fontsize=10)
+    right.set_title(f"{result}   softmax of all: {truth @ v:.3f}", fontsize=10)
     for ax in (left, right):
         ax.set_xticks(list(keys)[::2])
         ax.grid(axis="x", visible=False)
