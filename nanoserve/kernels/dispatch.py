@@ -151,7 +151,7 @@ def launch(
     slot_mapping: torch.Tensor,
     n_rep: int,
     scale: float | None = None,
-    tile: int = 64,
+    tile: int = 128,
 ) -> torch.Tensor:
     """Launch paged_attention_kernel, as Triton or tlsim made it, over queries and heads.
 

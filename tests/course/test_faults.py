@@ -57,11 +57,32 @@ FAULTS = [
         "day00_start_here.ipynb",
     ),
     Fault(
-        "query head h reads KV head h % n_kv",
+        "query head h reads KV head h % n_kv, in sdpa",
         "nanoserve/layers.py",
         "q = q.reshape(batch * n_kv,",
         "q = q.unflatten(1, (-1, n_kv)).transpose(1, 2).reshape(batch * n_kv,",
+        "day09_greedy.ipynb",
+    ),
+    Fault(
+        "query head h reads KV head h % n_kv, in the kernel",
+        "nanoserve/kernels/paged_attention.py",
+        "kv_head = head // N_REP",
+        "kv_head = head % (tl.num_programs(1) // N_REP)",
         "day00_start_here.ipynb",
+    ),
+    Fault(
+        "the tail of the last tile not masked",
+        "nanoserve/kernels/paged_attention.py",
+        "tl.where(position < visible, score,",
+        "tl.where(position >= 0, score,",
+        "day00_start_here.ipynb",
+    ),
+    Fault(
+        "the rescale dropped",
+        "nanoserve/kernels/paged_attention.py",
+        "acc = acc * alpha +",
+        "acc = acc +",
+        "day23_dispatch.ipynb",
     ),
     Fault(
         "one token too many",

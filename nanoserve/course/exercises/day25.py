@@ -194,8 +194,8 @@ WRONG = (
         "Compare with `is`: handed straight back means the same tensor."
     )(_test(answer=torch.equal)),
     wrong(
-        "The spy is left in the dispatcher's place, and everything that runs later asks it. Put the "
-        "real one back, in a finally: also if the cache raises."
+        "The spy is left in the dispatcher's place, and all that runs later asks it. Put the real "
+        "one back, in a finally: also if the cache raises."
     )(_test(back=False)),
 )
 
