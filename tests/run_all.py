@@ -12,13 +12,15 @@ ROOT = Path(__file__).resolve().parent.parent
 CODE = "nanoserve tests notebooks diagrams"
 ALONE = "tests/browser tests/course/test_standalone.py"  # these start programs of their own
 BUT_ALONE = " ".join(f"--ignore={path}" for path in ALONE.split())
+INTERPRETED = "pytest -q -n 2 -p no:nbval tests/interpreted"
 
-STEPS = {  # each is run as `python -m ...`
+STEPS = {  # each is run as `python -m ...`, in the environment that stands before it
     "the model": "nanoserve fetch",
     "ruff: rules": f"ruff check {CODE}",
     "ruff: format": f"ruff format --check {CODE}",
     "twins, lands cells and notebooks in step": "nanoserve.course.sync --check",
     "unit tests": f"pytest -q -n 2 --dist worksteal tests {BUT_ALONE}",
+    "kernels under Triton's interpreter": f"TRITON_INTERPRET=1 {INTERPRETED}",
     "notebooks, all output": "pytest -q -n 2 --dist loadfile --nbval --nbval-current-env notebooks",
     "a browser; a notebook alone": f"pytest -q -n 2 --dist loadfile {ALONE}",
 }
@@ -39,6 +41,9 @@ def run(what: str, command: list[str]) -> dict[str, int]:
     """Run one step; the numbers of its tests, or 1 for itself where it is no pytest run."""
     print(f"\n== {what}", flush=True)
     start = time.monotonic()
+    settings = {}
+    while "=" in command[0]:
+        name, _, settings[name] = command.pop(0).partition("=")
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         if command[0] == "pytest":
@@ -46,7 +51,7 @@ def run(what: str, command: list[str]) -> dict[str, int]:
         code = subprocess.run(
             [sys.executable, "-m", *command],
             cwd=ROOT,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            env={**os.environ, "PYTHONUNBUFFERED": "1", **settings},
             stdin=subprocess.DEVNULL,
         ).returncode
         counts = {"failed": 0, "skipped": 0, "passed": 0}

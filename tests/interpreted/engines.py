@@ -29,7 +29,7 @@ FLOATS, INTEGERS = list(TRITON_S)[:3], list(TRITON_S)[3:5]
 def drawn(examples: int) -> Callable:
     """A test of one argument, `random`: hypothesis draws from it, and shrinks what fails."""
     try:
-        from hypothesis import given, settings
+        from hypothesis import Phase, given, settings
         from hypothesis import strategies as st
     except ImportError:
         return pytest.mark.parametrize("random", [random.Random(seed) for seed in range(3)])
@@ -37,7 +37,8 @@ def drawn(examples: int) -> Callable:
 
     def decorate(test: Callable) -> Callable:
         randoms = given(random=st.randoms(use_true_random=False))
-        return settings(max_examples=examples, deadline=None, derandomize=True)(randoms(test))
+        rules = {"deadline": None, "derandomize": True, "phases": [Phase.generate]}
+        return settings(max_examples=examples, **rules)(randoms(test))
 
     return decorate
 

@@ -2,8 +2,9 @@
 
 Triton's interpreter holds bfloat16 as its bits and computes with those, so that sums, products and
 comparisons of two bfloat16 blocks are wrong in it: they are drawn on a card alone. Its float32 to
-bfloat16 cuts where a card rounds. It also leaves a float argument a number, where a compiled kernel
-has a float32 tensor: the kernels here give it a name first, which makes it one everywhere.
+bfloat16 cuts where a card rounds, and its integer to bfloat16 is wrong. It also leaves a float
+argument a number, where a compiled kernel has a float32 tensor: the kernels here give it a name
+first, which makes it one everywhere.
 """
 
 import pytest
@@ -37,7 +38,7 @@ EXPRESSIONS = {
     **dict.fromkeys(["(a > 0) & (b > 0)", "(a > 0) | ~(b > 0)"], (INTEGERS, INTEGERS)),
     **dict.fromkeys(["a << (b & 7)", "a >> (b & 7)"], (INTEGERS, INTEGERS)),
     **dict.fromkeys(["tl.maximum(a, b)", "tl.minimum(a, b)"], (NUMBERS, NUMBERS)),
-    **dict.fromkeys(["tl.where(a > 0, a, b)", "tl.where(b, b, a)"], (INTEGERS + F32, ANY)),
+    **dict.fromkeys(["tl.where(a > 0, a, b)", "tl.where(b != 0, a, b)"], (INTEGERS + F32, ANY)),
     **dict.fromkeys(["a + 2", "2 - a", "a * 3"], (RIGHT + INTEGERS + BOOL, F32)),
     **dict.fromkeys(["a * 2.5", "1.5 - a", "a - 0.25"], (RIGHT + INTEGERS + BOOL, F32)),
     **dict.fromkeys(["a / 4", "1.0 / b", "a % 3", "7 % b"], (NUMBERS, NUMBERS)),
@@ -54,11 +55,14 @@ EXPRESSIONS = {
     **dict.fromkeys(
         [f"tl.{f}(a)" for f in ("exp", "exp2", "floor", "ceil", "sigmoid")], (F32, F32)
     ),
-    **dict.fromkeys([f"tl.{f}(tl.abs(a))" for f in ("log", "log2", "sqrt", "rsqrt")], (F32, F32)),
     **dict.fromkeys(
-        [f"a.to(tl.{d})" for d in ("float32", "float16", "bfloat16", "int32", "int64", "int1")],
+        [f"tl.{f}(tl.abs(a) + 0.25)" for f in ("log", "log2", "sqrt", "rsqrt")], (F32, F32)
+    ),
+    **dict.fromkeys(
+        [f"a.to(tl.{d})" for d in ("float32", "float16", "int32", "int64", "int1")],
         (ANY, F32),
     ),
+    "a.to(tl.bfloat16)": (FLOATS if INTERPRETED else ANY, F32),
     "a.to(tl.float32).to(tl.bfloat16).to(tl.float32) + b": (NUMBERS, F32),
     "(a + tl.zeros((1, 1), tl.float32)).to(b.dtype)": (INTEGERS, NUMBERS),
     "tl.full((1, 1), 3, tl.float16) + a": (INTEGERS, F32),
@@ -153,7 +157,7 @@ def skips(a: torch.dtype, b: torch.dtype, expression: str) -> bool:
 
 
 @pytest.mark.parametrize("expression", EXPRESSIONS)
-@drawn(examples=12)
+@drawn(examples=10)
 def test_an_expression_of_blocks_and_numbers(expression, random):
     rows, columns = 4, random.choice([1, 2, 8, 16])
     dtypes = EXPRESSIONS[expression]
@@ -197,7 +201,7 @@ def product(
 product = module(DOT).product
 
 
-@drawn(examples=12)
+@drawn(examples=10)
 def test_dot(random):
     """bfloat16 is multiplied on a card alone: the interpreter multiplies its bits."""
     m, n, k = (random.choice([16, 32]) for _ in "mnk")
@@ -240,9 +244,9 @@ memory = module(MEMORY)
 @drawn(examples=40)
 def test_loads_and_stores_with_masks_and_other(random):
     rows, columns = random.randint(1, 7), random.randint(1, 7)
-    x_dtype, out_dtype = random.choice(list(TRITON_S)), random.choice(list(TRITON_S)[:5])
+    x_dtype, out_dtype = random.choice(RIGHT + INTEGERS + BOOL), random.choice(RIGHT + INTEGERS)
     x = quarters(random, (16, 16), x_dtype)
-    x = x.T if random.choice([True, False]) else x[::2, 1:]
+    x = x.T if random.choice([True, False]) else x
     block_rows, block_columns = random.choice([1, 2, 8]), random.choice([1, 4, 8])
     grid = (-(-columns // block_columns), -(-rows // block_rows))
     out = torch.full((16, 16), -1).to(out_dtype)
@@ -254,7 +258,7 @@ def test_loads_and_stores_with_masks_and_other(random):
     torch.testing.assert_close(ours, theirs)
 
 
-@drawn(examples=12)
+@drawn(examples=10)
 def test_atomic_add(random):
     n, block = random.randint(1, 40), random.choice([4, 16])
     dtype = random.choice([torch.int32, torch.int64, torch.float32, torch.float16])

@@ -214,5 +214,11 @@ def dot(
     return out if acc is None else out + acc
 
 
+def static_assert(condition: bool, message: str = "") -> None:
+    """Refuse to compile unless a condition on constants holds."""
+    if not condition:
+        raise fault(message or "tl.static_assert does not hold")
+
+
 def __getattr__(name: str) -> Any:
     raise AttributeError(f"tlsim has no tl.{name}: it speaks what the course needs of Triton")
