@@ -283,8 +283,8 @@ def paged_gather(
 today.check(paged_gather)
 
 # %% [markdown]
-# One solution, folded. It lands nowhere: the engine's kernel does not copy keys, it reads them where
-# they lie. But its first ten lines are these.
+# One solution, folded. It lands nowhere, since the engine's kernel of Day 22 copies no keys. But the way
+# from a position to a key's row is the same there, line for line.
 
 
 # %% jupyter={"source_hidden": true}
@@ -391,8 +391,8 @@ today.widget("launch-grid")
 #
 # ## Six planted bugs
 #
-# Each differs from the right kernel in one line. Before you run them: which ones leave the
-# buffers, and which stay inside and read the wrong thing?
+# Each differs from the right kernel in one line. Before you run them: which can the
+# sanitizer know about, and which only somebody who knows the right answer?
 
 
 # %%
@@ -420,9 +420,9 @@ for name, change in bugs.items():
     assert verdict
 
 # %% [markdown]
-# Four are caught by the sanitizer, at the line and the lane. The last two never leave the pool. For
-# them no watchman helps: slot 20 without its stride is element 20, which is a perfectly good number of
-# slot 0. Only somebody who knows the right answer can see it. That is why the oracle was frozen before
+# The sanitizer names four of them, line and lane: two leave their buffers, two store where another
+# program has stored. The last two never leave the pool, and for those no watchman helps. Slot 20 without its stride is element 20, which is a perfectly good number of
+# slot 0. Only the comparison sees it. That is why the oracle was frozen before
 # the kernel.
 #
 # Here is the first one in the picture. The lane without a mask, in vermilion, points past the end:
@@ -444,7 +444,7 @@ today.widget("launch-grid", fault="tail mask forgotten")
 # | `program_id(0) * 4 + arange(0, 4)` | `[4]` | `[x, 1, 1, 4]` |
 #
 # An axis of size 1 stands for "the same for all programs along it", and torch's broadcasting does the
-# rest. That is lockstep. The serial order is the same thing with grids of one program.
+# rest. That is lockstep. The serial order is the same thing with one program at a time.
 #
 # The cells below are the source of tlsim's first half, five short files. Open them one at a time; each
 # has a sentence on what to look for. They run here, and further down you launch a grid by hand with
@@ -1443,8 +1443,10 @@ assert found[0] == (64, 16) and found[-1] == (4096, 128)
 # %%
 from nanoserve.course.plots import COLOURS, figure, label_line, line, log2_axis, prediction_marker
 
-fig, (left, right) = figure(panels=2, height=4.2, xlabel="lanes side by side in a row")
-left.set(ylabel="stretches of memory", title="The same 16 KiB")
+fig, (left, right) = figure(
+    panels=2, height=4.2, xlabel="lanes side by side in a row", title="The same 16 KiB, by tiles"
+)
+left.set(ylabel="stretches of memory")
 right.set(ylabel="KiB that a card fetches")
 backwards = range(len(widths) - 1, -1, -1)
 for ax, column in ((left, 0), (right, 1)):
@@ -1549,6 +1551,6 @@ for tile in (4, 16, 64):
 # **In one paragraph.** We launched programs instead of writing loops. Each knows its number, works out
 # its offsets from it, and reads and stores through a mask, because lanes that move together cannot
 # branch. Under a model of Triton made of torch we gathered the pool's rows through their slots, equal
-# to `pool[slot_mapping]` for every tile, and planted six bugs: four left their memory and were named to
-# the lane, two stayed inside and were found only by comparison. A trace showed that scattered rows cost
+# to `pool[slot_mapping]` for every tile, and planted six bugs. Four the sanitizer named to
+# the lane; two stayed inside and were found by comparison alone. A trace showed that scattered rows cost
 # nothing, and single scattered numbers cost eight times their size.

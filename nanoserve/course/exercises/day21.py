@@ -563,7 +563,9 @@ def _rectangle(x: float, y: float, w: float, h: float, fill: str, edge: str, das
     from matplotlib.patches import Rectangle
 
     style = "dashed" if dashed else "solid"
-    return Rectangle((x, y), w, h, facecolor=fill, edgecolor=edge, linewidth=0.9, linestyle=style)
+    cell = Rectangle((x, y), w, h, facecolor=fill, edgecolor=edge, linewidth=0.9, linestyle=style)
+    cell.set_zorder(1 if fill == "white" else 2)  # a neighbour does not cut its edge
+    return cell
 
 
 def _launch_grid(fault: str = "none") -> widgets.FigureWidget:
