@@ -291,7 +291,7 @@ def _kernel_cases() -> list[Case]:
         read[0].fill_(1.0)  # so a score is 8 times a channel of its key, over the root of 8
         read[1][read[3]] = channels[:, None, None].expand(-1, 2, 8)
     return [
-        case("decode: 32 keys, two whole tiles of 16", "heads", a_read(1, 32), 16),
+        case("decode: 32 keys, two whole tiles of 16", "loop", a_read(1, 32), 16),
         case("decode: 5 keys in a tile of 16", "tail", a_read(1, 5), 16),
         case("decode: 37 keys in tiles of 16", "tail", a_read(1, 37), 16),
         case("prefill: 5 queries, tiles of 4", "band", a_read(5, 5), 4),
@@ -436,6 +436,16 @@ KERNEL = Exercise(
     "paged_attention_kernel",
     _kernel_cases,
     hints={
+        "loop": (
+            "What does one turn of the loop need, from the position of a key to the fold?",
+            "position, then slot, then k and v, then score, then the fold with tl.maximum, tl.max, "
+            "tl.exp and tl.sum. Before it: m = float('-inf'), l = 0.0, acc = tl.zeros((BLOCK_D,), "
+            "tl.float32), since what a loop carries keeps its type.",
+            "score = tl.sum(q[None, :] * k.to(tl.float32), axis=1); m_new = tl.maximum(m, "
+            "tl.max(score, axis=0)); alpha = tl.exp(m - m_new); p = tl.exp(score - m_new); l = l * "
+            "alpha + tl.sum(p, axis=0); acc = acc * alpha + tl.sum(p[:, None] * v.to(tl.float32), "
+            "axis=0); m = m_new",
+        ),
         "tail": (
             "The last tile reaches behind the last key. What do those lanes load, and what do they "
             "weigh?",
@@ -507,18 +517,20 @@ def _draw_stepper(tiles: int, tile: int, scores: str):
         m_new = torch.maximum(m, s[part].max())
         alpha, p = float(torch.exp(m - m_new)), torch.exp(s[part] - m_new)
         m, l, acc = m_new, l * alpha + p.sum(), acc * alpha + p @ v[part]  # noqa: E741
-    truth, keys = s.softmax(0), range(len(s))
-    weights = torch.where(torch.arange(len(s)) < seen, torch.exp(s - m) / l, 0.0) if seen else 0 * s
+    truth, keys = s.softmax(0), list(range(len(s)))
+    kept = torch.exp(s - m) / l if seen else 0 * s  # what the three stand for, had it been kept
+    weights = [float(w) if i < seen else 0.0 for i, w in enumerate(kept)]
     fig, (left, right) = figure(height=4.1, xlabel="key", panels=2)
-    left.bar(keys, s, color=COLOURS["grid"])
-    left.bar(keys[:seen], s[:seen], color=COLOURS["tlsim"], alpha=0.55)
-    last = keys[max(0, (seen - 1) // tile * tile) : seen]
-    left.bar(last, s[list(last)], color=COLOURS["tlsim"])
+    first = max(0, (seen - 1) // tile * tile)
+    for i, score in enumerate(s.tolist()):
+        colour = COLOURS["tlsim"] if i < seen else COLOURS["grid"]
+        left.bar(i, score, color=colour, alpha=0.55 if i < first else 1)
     for edge in range(tile, len(s), tile):
         left.axvline(edge - 0.5, color=COLOURS["muted"], linewidth=0.8, linestyle=":")
     right.bar(keys, weights, color=COLOURS["tlsim"])
-    right.bar(keys, truth, fill=False, edgecolor=COLOURS["oracle"], linestyle="--", linewidth=1.3)
-    top = 1.12 * max(float(weights.max()), float(truth.max()))
+    outline = {"edgecolor": COLOURS["oracle"], "linestyle": "--", "linewidth": 1.3}
+    right.bar(keys, truth.tolist(), fill=False, **outline)
+    top = 1.12 * max(*weights, float(truth.max()))
     right.set(ylabel="weight", ylim=(0, top))
     left.set(ylabel="score", ylim=(0, 6.3))
     numbers = "nothing folded yet"
@@ -530,7 +542,7 @@ def _draw_stepper(tiles: int, tile: int, scores: str):
     left.set_title(numbers, fontsize=10)
     right.set_title(f"{result}   softmax of all: {truth @ v:.3f}", fontsize=10)
     for ax in (left, right):
-        ax.set_xticks(list(keys)[::2])
+        ax.set_xticks(keys[::2])
         ax.grid(axis="x", visible=False)
     return fig
 
