@@ -262,6 +262,20 @@ flash attention: Attention whose scores never reach memory (Dao et al. 2022): ti
 wiring test: A test of what is handed over and handed back, with a spy in the callee's place.
 deviation: How far two ways to compute the same thing come apart.
 """,
+    24: """
+power law: A growth of the form constant * length ** exponent: a straight line on log-log axes.
+exponent: The power in a power law: with twice the length, the time grows by 2 ** exponent.
+log-log: With both axes logarithmic, so that equal factors are equal distances.
+least squares: The line for which the squared distances of all points to it add up to the least.
+regime: A range in which one thing rules the time, such as a fixed cost, or the bytes.
+extrapolate: To say from a fit what lies outside the range that was measured.
+""",
+    26: """
+end to end: From the call that a user makes to its result, with everything that happens on the way.
+asynchronous: Started now and done later: a card is handed work while the program goes on.
+synchronise: To wait until a card has finished all that it was handed.
+multiprocessor: One of the parts of a card that run programs side by side: an H200 has 132.
+""",
 }
 
 

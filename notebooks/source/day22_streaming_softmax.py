@@ -289,6 +289,12 @@ def cdiv(x: Operand, y: Operand) -> Operand:
     return (x + y - 1) // y
 
 
+def static_assert(condition: bool, message: str = "") -> None:
+    """Refuse to compile unless a condition on constants holds."""
+    if not condition:
+        raise fault(message or "tl.static_assert does not hold")
+
+
 # %% [markdown]
 # Then the **reductions**, which make one number of an axis. A program can do that without asking anybody,
 # since the whole block is its own. And `tl.dot`, which the kernel of Week 7 will live on: on a card it is
@@ -371,7 +377,7 @@ def __getattr__(name: str) -> Any:
 from nanoserve.kernels.tlsim import language
 
 landed = """full zeros reshape broadcast_to expand_dims trans where maximum minimum abs exp exp2 log
-    log2 sqrt rsqrt floor ceil sigmoid cdiv sum max min dot"""
+    log2 sqrt rsqrt floor ceil sigmoid cdiv static_assert sum max min dot"""
 for name in landed.split():
     setattr(language, name, globals()[name])
 del abs, sum, max, min, __getattr__  # uncovers Python's
@@ -411,8 +417,9 @@ class Product(Value):
         a, b = (spread(x.lanes, len(self.shape)) for x in self.factors)
         if any(max(a.shape[i], b.shape[i]) < self.shape[i - 3] for i in axes):
             return super().summed(axes)
-        every = list(range(a.dim()))
-        return torch.einsum(a, every, b, every, [i for i in every if i not in axes])
+        every = "xyzabcdefg"[: a.dim()]
+        kept = "".join(axis for i, axis in enumerate(every) if i not in axes)
+        return torch.einsum(f"{every},{every}->{kept}", a, b)
 
 
 # %%
@@ -432,8 +439,8 @@ assert right
 # **differ by program**, and our programs run in lockstep: one line at a time, all of them together. How
 # can one program be finished while another is at its tenth turn?
 #
-# By masks. All run to the longest; whoever is done stands still. His loads touch nothing, his stores are
-# dropped, and what he carries round the loop is put back after each turn. `Range` holds such bounds,
+# By masks. All run to the longest, and a program that is done stands still. Its loads touch nothing, its
+# stores are dropped, and what it carries round the loop is put back after each turn. `Range` holds such bounds,
 # `Loop` runs them:
 
 # %%
@@ -596,8 +603,9 @@ def triangle(x_ptr, out_ptr):
 print(ast.unparse(Rewrite().visit(ast.parse(source))))
 
 # %% [markdown]
-# `total` exists before the loop and changes in it, so the loop **carries** it. `i` is the loop's own and ends
-# with it. Hand these to the simulator too:
+# `total` exists before the loop and changes in it, so the loop **carries** it: `carry` looks at the new value
+# in `locals()`, and puts the old one back for programs that are done. `i` is the loop's own and ends with it.
+# And `__named` makes a tensor of a plain number that gets a name. Hand all this to the simulator too:
 
 # %%
 from nanoserve.kernels.tlsim import launch, values as tlsim_values
@@ -832,11 +840,12 @@ def paged_attention_kernel(
 # %% [markdown]
 # Two lines in it are worth a second look.
 #
-# - `.to(tl.int64)` on the slots. With 8 KV heads of 128 channels a slot is 1,024 elements, and slot
+# - `.to(tl.int64)` on the slots, the trap of Day 21. With 8 KV heads of 128 channels a slot is 1,024 elements, and slot
 #   2,097,152 begins at element $2^{31}$, which 32 bits do not hold. The kernel would read from in front of the pool.
 # - The loop ends at `visible`, not at `seq_total`. Both are right, since later keys get $-\infty$ anyway. But
 #   the query at position 10 of 8,192 then stops after one tile instead of walking over 8,192 keys to
-#   throw them away. Causal attention is half the work, and this bound is where the half is saved.
+#   throw them away. Causal attention is half the work, and this bound is where the half is saved, on a
+#   card. In lockstep nothing is: all programs run to the longest.
 #
 # ## Prove it: the reads of Day 18
 #
