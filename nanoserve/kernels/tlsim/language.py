@@ -11,7 +11,6 @@ from nanoserve.kernels.tlsim.grid import current, fault
 from nanoserve.kernels.tlsim.loops import Range
 from nanoserve.kernels.tlsim.memory import atomic_add, load, store  # noqa: F401
 from nanoserve.kernels.tlsim.values import (
-    HALVES,
     Operand,
     Value,
     as_value,
@@ -209,7 +208,7 @@ def dot(
     if not a.dtype.is_floating_point and a.dtype != torch.int8:
         raise fault(f"tl.dot multiplies floats, and of the integers int8, not {a.dtype}")
     product = torch.matmul(_widened(a).whole, _widened(b).whole)
-    product = product.to(out_dtype) if a.dtype in HALVES else product
+    product = product.to(out_dtype) if a.dtype == float16 else product
     out = Value(product, (*a.shape[:-1], b.shape[-1]))
     return out if acc is None else out + acc
 

@@ -214,8 +214,9 @@ class Product(Value):
         a, b = (spread(x.lanes, len(self.shape)) for x in self.factors)
         if any(max(a.shape[i], b.shape[i]) < self.shape[i - 3] for i in axes):
             return super().summed(axes)
-        every = list(range(a.dim()))
-        return torch.einsum(a, every, b, every, [i for i in every if i not in axes])
+        every = "xyzabcdefg"[: a.dim()]
+        kept = "".join(axis for i, axis in enumerate(every) if i not in axes)
+        return torch.einsum(f"{every},{every}->{kept}", a, b)
 
 
 Operand = Value | int | float | bool
@@ -251,8 +252,10 @@ def _kind(dtype: torch.dtype) -> int:
 def paired(a: Operand, b: Operand) -> tuple[Value, Value]:
     """Two operands in the dtype that Triton computes in: torch's choice, but for bfloat16 beside
     anything else, which is float32, or float16 beside that."""
-    a = a if isinstance(a, Value) else as_value(a, b if isinstance(b, Value) else None)
-    b = b if isinstance(b, Value) else as_value(b, a)
+    if not isinstance(a, Value):
+        a = as_value(a, b if isinstance(b, Value) else None)
+    if not isinstance(b, Value):
+        b = as_value(b, a)
     if a.buffer or b.buffer or a.dtype == b.dtype:
         return a, b
     dtype, both = torch.promote_types(a.dtype, b.dtype), {a.dtype, b.dtype}
@@ -281,8 +284,9 @@ def broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
 
 def spread(data: torch.Tensor, rank: int) -> torch.Tensor:
     """Give data [x, y, z, ...] as many axes behind the grid's as a block of this rank has."""
-    missing = rank + 3 - data.dim()
-    return data.reshape(*data.shape[:3], *(1,) * missing, *data.shape[3:]) if missing else data
+    for _ in range(rank + 3 - data.dim()):
+        data = data.unsqueeze(3)
+    return data
 
 
 def combine(op: Callable, *values: Value) -> Value:
