@@ -43,6 +43,11 @@ def _folded(answer, scores, values, tile):
     return acc / l[:, None]
 
 
+def _folded_by_all(answer, scores, values):
+    """acc / l for tiles of 1 key, of 2, and so on to all at once."""
+    return torch.stack([_folded(answer, scores, values, 1 + n) for n in range(scores.shape[1])])
+
+
 def _fold_cases() -> list[Case]:
     random = torch.Generator().manual_seed(22)
     scores = torch.randn(ROWS, 13, generator=random) * 2
@@ -58,6 +63,11 @@ def _fold_cases() -> list[Case]:
         args = (scores, values, tile)
         return Case(what, args, {}, kind, truth, close(1e-5, 1e-4), call=_folded)
 
+    truth = (scores.double().softmax(-1) @ values.double()).float().expand(13, -1, -1)
+    every = Case(
+        "tiles of 1, 2, ... 13 keys", (scores, values), {}, "whole", truth, close(1e-5, 1e-4),
+        call=_folded_by_all,
+    )  # fmt: skip
     steps = torch.linspace(0, 1_200, 13).expand(ROWS, -1)
     rows = torch.tensor([[0.0], [300.0], [-300.0]])
     return [
@@ -67,7 +77,7 @@ def _fold_cases() -> list[Case]:
         one("a tile of one key", "second", before, slice(9, 10)),
         whole("13 keys in tiles of 5, the last one ragged", "whole", scores, 5),
         whole("13 keys, one at a time", "whole", scores, 1),
-        whole("13 keys in one tile", "whole", scores, 13),
+        every,
         whole("scores near 1,000", "large", scores + 1_000, 4),
         whole("scores that fall from 1,200 to 0", "large", scores + steps.flip(1), 4),
         whole("rows 300 apart", "large", scores + rows, 4),
