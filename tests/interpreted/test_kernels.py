@@ -3,6 +3,7 @@
 None of them was written for tlsim, or is tuned for it: they are the field's usual ones.
 """
 
+import pytest
 import torch
 import triton
 import triton.language as tl
@@ -186,6 +187,34 @@ def test_histogram_by_atomics(random):
     counts = torch.zeros(bins, dtype=torch.int32)
     out = same(histogram, (triton.cdiv(n, 16),), x, counts, n, bins, BLOCK=16)
     assert torch.equal(out, torch.tensor([int((x == bin).sum()) for bin in range(bins)]).int())
+
+
+@triton.jit
+def weigh(first_ptr, column_ptr, value_ptr, x_ptr, out_ptr, decay):
+    """A sparse matrix by rows, times x; what came earlier in a row decays with every entry."""
+    row = tl.program_id(0)
+    total = 0.0
+    entries = 0
+    for at in range(tl.load(first_ptr + row), tl.load(first_ptr + row + 1)):
+        column = tl.load(column_ptr + at)
+        total = total * decay + tl.load(value_ptr + at) * tl.load(x_ptr + column)
+        for _ in range(column):
+            entries += 1
+    tl.store(out_ptr + row, total + entries)
+
+
+@drawn(examples=12)
+def test_loops_whose_bounds_differ_by_program(random):
+    counts = [random.randint(0, 5) for _ in range(random.randint(1, 7))]
+    first = torch.tensor([0, *counts]).cumsum(0)
+    columns = torch.tensor([random.randint(0, 7) for _ in range(sum(counts))], dtype=torch.int32)
+    values, x = (quarters(random, (n,), torch.float32) for n in (sum(counts), 8))
+    out = same(weigh, (len(counts),), first, columns, values, x, torch.zeros(len(counts)), 0.5)
+    for row, answer in enumerate(out.tolist()):
+        expected = 0.0
+        for at in range(first[row], first[row + 1]):
+            expected = expected * 0.5 + float(values[at] * x[columns[at]])
+        assert answer == pytest.approx(expected + int(columns[first[row] : first[row + 1]].sum()))
 
 
 @triton.jit
