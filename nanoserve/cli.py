@@ -246,15 +246,19 @@ def bench_decode(
         "nanoserve": decode.engine_path(engine, cache),
         "transformers": decode.oracle_path(oracle, cache),
     }
+    if cache and dtype is DType.float32:  # in 16 bits a kernel's tokens may be others
+        paths["paged"] = decode.paged_path(engine)
     rows = decode.decode_benchmark(paths, "transformers", prompts, tokens, rounds)
     roof = timing.read_bandwidth()
     typer.echo(
         f"cache {'on' if cache else 'off'}, {dtype.value}, {torch.get_num_threads()} threads, "
         f"memory read at {roof / 1e9:.1f} GB/s"
     )
-    for ours, theirs in zip(rows[::2], rows[1::2], strict=True):
-        moved = decode.bytes_per_token(engine.config, ours.context, kind)
-        for row in (ours, theirs):
+    for first in range(0, len(rows), len(paths)):
+        group = {row.path: row for row in rows[first : first + len(paths)]}
+        theirs = group["transformers"]
+        moved = decode.bytes_per_token(engine.config, theirs.context, kind)
+        for row in group.values():
             line = (
                 f"{row.context:>6} tokens  {row.path:<12}  first {row.prefill * 1e3:8.1f} ms  "
                 f"then {row.decode * 1e3:8.2f} ms a token"
@@ -264,10 +268,12 @@ def bench_decode(
                 line
                 + (f"  {rate / 1e9:5.1f} GB/s, {rate / roof:4.0%} of the roof" if cache else "")
             )
-        typer.echo(
-            f"{'':>14}speed over transformers: first token "
-            f"{theirs.prefill / ours.prefill:.2f}, decode {theirs.decode / ours.decode:.2f}"
-        )
+        for name, ours in group.items():
+            if ours is not theirs:
+                typer.echo(
+                    f"{'':>14}{name}, speed over transformers: first token "
+                    f"{theirs.prefill / ours.prefill:.2f}, decode {theirs.decode / ours.decode:.2f}"
+                )
 
 
 @bench_app.command("read")

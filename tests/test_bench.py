@@ -15,6 +15,7 @@ from nanoserve.bench.decode import (
     decode_benchmark,
     engine_path,
     oracle_path,
+    paged_path,
 )
 from nanoserve.bench.read import LLAMA_1B, ReadRow, read_benchmark, scattered_cache
 from nanoserve.bench.timing import median_times, read_bandwidth, token_times
@@ -22,6 +23,7 @@ from nanoserve.cache import BLOCK_SIZE, PagedKVCache
 from nanoserve.cli import main
 from nanoserve.config import parse_config
 from nanoserve.fetch import fetch
+from nanoserve.kernels.dispatch import paged_attention_dispatch
 from nanoserve.layers import sdpa
 from nanoserve.model import load_model
 from nanoserve.oracle import load_oracle
@@ -146,13 +148,11 @@ def test_our_path_and_the_oracles_agree_on_a_small_checkpoint(cached, tmp_path):
     paths = {
         "ours": engine_path(load_model(folder), cached),
         "theirs": oracle_path(load_oracle(folder), cached),
+        "paged": paged_path(load_model(folder)),
     }
     rows = decode_benchmark(paths, "theirs", [[5, 9, 33], [7] * 11], tokens=6, rounds=1)
     assert [(row.path, row.context) for row in rows] == [
-        ("ours", 3),
-        ("theirs", 3),
-        ("ours", 11),
-        ("theirs", 11),
+        (path, context) for context in (3, 11) for path in ("ours", "theirs", "paged")
     ]
     assert all(row.prefill > 0 and row.decode > 0 for row in rows)
 
@@ -175,6 +175,18 @@ def test_every_path_gives_every_token_whatever_ends_a_text(end, tmp_path):
     oracle_path(load_oracle(folder), True)([end, 9], 8, theirs.append)
     assert ours == theirs
     assert len(ours) == 8
+
+
+def test_the_paged_path_reads_through_the_dispatcher(tmp_path, monkeypatch):
+    asked = []
+
+    def spy(*args):
+        asked.append(len(args[3]))
+        return paged_attention_dispatch(*args)
+
+    monkeypatch.setattr("nanoserve.cache.paged_attention_dispatch", spy)
+    paged_path(load_model(save(random_model(), tmp_path)))([5, 9, 33], 3, lambda _: None)
+    assert asked == [3, 3, 4, 4, 5, 5]  # both layers of each step, and the history's length
 
 
 def count(model, dtype: torch.dtype) -> int:

@@ -387,22 +387,25 @@ def test_bench_decode_prints_times_and_ratios(cached, run, tiny, monkeypatch):
     switch = [] if cached else ["--no-cache"]
     code, out, _ = run("bench", "decode", "--model", tiny, *args, *switch)
     lines = out.splitlines()
-    assert (code, len(lines)) == (0, 7)
+    names = ["nanoserve", "transformers", *["paged"] * cached]
+    each = 2 * len(names) - 1  # a line for each path, and a ratio for each of ours
+    assert (code, len(lines)) == (0, 1 + 2 * each)
     assert lines[0].startswith(f"cache {'on' if cached else 'off'}, float32, ")
     assert lines[0].endswith("memory read at 10.0 GB/s")
-    for context, (ours, theirs, ratio) in {"5": lines[1:4], "20": lines[4:]}.items():
-        for line, name in ((ours, "nanoserve"), (theirs, "transformers")):
+    for context, group in {"5": lines[1 : 1 + each], "20": lines[1 + each :]}.items():
+        timed, ratios = group[: len(names)], group[len(names) :]
+        for line, name in zip(timed, names, strict=True):
             assert re.match(rf" +{context} tokens  {name} +first +[\d.]+ ms  then +[\d.]+ ms", line)
             assert ("of the roof" in line) == cached
-        first, step = (
-            _number("then", theirs) / _number("then", ours),
-            _number("first", theirs) / _number("first", ours),
-        )
-        shown = re.fullmatch(
-            r" +speed over transformers: first token ([\d.]+), decode ([\d.]+)", ratio
-        )
-        assert float(shown[1]) == pytest.approx(step, rel=0.2)
-        assert float(shown[2]) == pytest.approx(first, rel=0.2)
+        theirs = timed.pop(1)
+        for ours, ratio in zip(timed, ratios, strict=True):
+            shown = re.fullmatch(
+                r" +(\w+), speed over transformers: first token ([\d.]+), decode ([\d.]+)", ratio
+            )
+            assert shown[1] in ours
+            for number, word in ((shown[2], "first"), (shown[3], "then")):
+                expected = _number(word, theirs) / _number(word, ours)
+                assert float(number) == pytest.approx(expected, rel=0.2)
 
 
 def _number(word: str, line: str) -> float:

@@ -11,7 +11,8 @@ import torch
 from nanoserve.bench.timing import Clock, token_times
 from nanoserve.cache import NaiveKVCache
 from nanoserve.config import ModelConfig
-from nanoserve.generate import generate_tokens
+from nanoserve.generate import generate_tokens, new_cache
+from nanoserve.layers import Cache
 from nanoserve.model import Model
 from nanoserve.oracle import Oracle
 from nanoserve.sampling import SamplingParams
@@ -66,11 +67,18 @@ def decode_benchmark(
 
 
 def engine_path(model: Model, cached: bool) -> Path:
-    """Our own loop, greedy, as a path of the benchmark."""
+    """Our own loop, greedy, with the contiguous cache or none, as a path of the benchmark."""
+    return _loop(model, lambda _: NaiveKVCache(model.config) if cached else None)
 
+
+def paged_path(model: Model) -> Path:
+    """The same with the paged cache, whose read goes where select_backend sends it."""
+    return _loop(model, lambda tokens: new_cache("paged", model, tokens))
+
+
+def _loop(model: Model, empty_cache: Callable[[int], Cache | None]) -> Path:
     def run(prompt: Sequence[int], tokens: int, on_token: Callable[[int], None]) -> list[int]:
-        cache = NaiveKVCache(model.config) if cached else None
-        ids = []
+        cache, ids = empty_cache(len(prompt) + tokens), []
         for chosen in generate_tokens(model, prompt, SamplingParams(max_tokens=tokens), cache):
             on_token(chosen.token_id)
             ids.append(chosen.token_id)
