@@ -424,11 +424,6 @@ GATHER = Exercise(
              "rows = tl.load(pool_ptr + row[:, None] + dim[None, :], "
              "mask=(dim < HEAD_DIM)[None, :])"),
         ),
-        _planted(
-            "An if asks one question for the whole program, and here each lane has its own "
-            "answer. Use position < seq_total as a mask.",
-            (_HELD, _HELD + "\n    if held:\n        held = held & True"),
-        ),
     ),
 )  # fmt: skip
 
