@@ -165,6 +165,5 @@ def _pools(read: Read, num_slots: int, device: str, empty: float) -> tuple[torch
 def assert_answers(out: torch.Tensor, read: Read) -> None:
     """out is what the oracle gives for the read, within the tolerance of its dtype."""
     assert (out.shape, out.dtype) == (answer(read).shape, read.dtype)
-    assert out.is_contiguous()
     atol, rtol = tolerance(read.dtype)
     torch.testing.assert_close(out.cpu(), answer(read), atol=atol, rtol=rtol)
