@@ -30,8 +30,11 @@ ORDER = (
     "bench",
     "cli",
 )
+# The same within nanoserve.kernels.
+KERNELS = ("tlsim", "reference", "paged_attention", "dispatch")
 # What a function may import, but no module: the engine runs where they are missing.
 ELSEWHERE = {
+    "triton": {"kernels"},
     "gguf": {"gguf_file", "weights"},
     "huggingface_hub": {"fetch"},
     "filelock": {"fetch"},
@@ -65,8 +68,8 @@ def imports(file: Path) -> list[tuple[str, bool]]:
                 found.extend((alias.name, at_top) for alias in child.names)
             elif isinstance(child, ast.ImportFrom):
                 assert child.level == 0, f"{file.name}: imports here are absolute"
-                if child.module == "nanoserve":
-                    found.extend((f"nanoserve.{alias.name}", at_top) for alias in child.names)
+                if child.module in ("nanoserve", "nanoserve.kernels"):
+                    found.extend((f"{child.module}.{alias.name}", at_top) for alias in child.names)
                 else:
                     found.append((child.module, at_top))
             elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
@@ -112,7 +115,7 @@ def test_imports_point_one_way(module):
             if target == "course":
                 assert module == "cli", f"{file.name} imports {name}"
             elif target in ORDER:
-                same = target == module and file.parent.name == module
+                same = target == module and module in file.relative_to(PACKAGE).parts[:-1]
                 earlier = ORDER.index(target) < ORDER.index(module)
                 assert same or earlier, f"{file.name} imports {name}"
             else:  # names of the package itself: only for what stands above all modules
@@ -125,6 +128,31 @@ def test_the_command_line_reaches_the_course_from_its_own_commands_alone():
     assert not any(at_top for _, at_top in seen)
 
 
+def test_within_the_kernels_too_imports_point_one_way():
+    found = set()
+    for file in modules()["kernels"]:
+        module = file.relative_to(PACKAGE / "kernels").with_suffix("").parts[0]
+        found.add(module)
+        for name, _ in imports(file):
+            if name.startswith("nanoserve.kernels."):
+                target = name.split(".")[2]
+                same = module == target == "tlsim"  # a package, whose files import one another
+                assert same or KERNELS.index(target) < KERNELS.index(module), f"{file}: {name}"
+    assert found == {*KERNELS, "__init__"}
+
+
+def test_one_module_tries_triton_and_tlsim_takes_its_place():
+    file = PACKAGE / "kernels" / "paged_attention.py"
+    [attempt] = [node for node in ast.parse(file.read_text()).body if isinstance(node, ast.Try)]
+    tried = [alias.name for node in attempt.body for alias in node.names]
+    everything = [name for name, at_top in imports(file) if at_top]
+    assert [name for name in everything if name.startswith("triton")] == tried
+    assert tried == ["triton", "triton.language"]
+    [handler] = attempt.handlers
+    assert handler.type.id == "ImportError"
+    assert everything[2:] == ["nanoserve.kernels.tlsim", "nanoserve.kernels.tlsim"]
+
+
 @pytest.mark.parametrize("module", ORDER)
 def test_what_only_one_function_needs_is_imported_there(module):
     for file in modules()[module]:
@@ -132,7 +160,8 @@ def test_what_only_one_function_needs_is_imported_there(module):
             package = name.split(".")[0]
             if package in ELSEWHERE and not (module == "cli" and package == "typer"):
                 assert module in ELSEWHERE[package], f"{file.name} imports {name}"
-                assert not at_top, f"{file.name} imports {name} for everybody"
+                tried = package == "triton" and file.name == "paged_attention.py"
+                assert tried or not at_top, f"{file.name} imports {name} for everybody"
 
 
 def test_the_engine_runs_where_everything_else_is_missing(tmp_path):
