@@ -241,7 +241,7 @@ print(slot * 1_024, slot.long() * 1_024)  # 8 KV heads of 128: 1,024 elements pe
 
 # %% [markdown]
 # So a slot is brought to 64 bits, `.to(tl.int64)`, before it is multiplied. Your laptop has no pool of
-# that size, and a test would never notice. A card of 80 GB does.
+# that size, and no test on it would notice. A card of 80 GB has room for one.
 #
 # ## Your turn: `paged_gather`
 #
@@ -840,8 +840,10 @@ def _kind(dtype: torch.dtype) -> int:
 def paired(a: Operand, b: Operand) -> tuple[Value, Value]:
     """Two operands in the dtype that Triton computes in: torch's choice, but for bfloat16 beside
     anything else, which is float32, or float16 beside that."""
-    a = a if isinstance(a, Value) else as_value(a, b if isinstance(b, Value) else None)
-    b = b if isinstance(b, Value) else as_value(b, a)
+    if not isinstance(a, Value):
+        a = as_value(a, b if isinstance(b, Value) else None)
+    if not isinstance(b, Value):
+        b = as_value(b, a)
     if a.buffer or b.buffer or a.dtype == b.dtype:
         return a, b
     dtype, both = torch.promote_types(a.dtype, b.dtype), {a.dtype, b.dtype}
@@ -872,8 +874,9 @@ def broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
 
 def spread(data: torch.Tensor, rank: int) -> torch.Tensor:
     """Give data [x, y, z, ...] as many axes behind the grid's as a block of this rank has."""
-    missing = rank + 3 - data.dim()
-    return data.reshape(*data.shape[:3], *(1,) * missing, *data.shape[3:]) if missing else data
+    for _ in range(rank + 3 - data.dim()):
+        data = data.unsqueeze(3)
+    return data
 
 
 def combine(op: Callable, *values: Value) -> Value:

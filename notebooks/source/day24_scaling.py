@@ -1,0 +1,361 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Day 24 · Flat or climbing?
+#
+# Week 6 · Phase 2, paged memory · you need: Day 20 (A number on the wall)
+#
+# **Today** you turn a sweep of times into two numbers: how the time grows with the length, and what it
+# costs. It is the least squares of a school book, taken through the logarithms. In two days it will
+# judge the kernel.
+
+# %%
+# Set-up: installs nanoserve where it is missing (as on Colab). In your own clone it does nothing.
+import importlib.util, subprocess, sys
+from pathlib import Path
+
+REPOSITORY = ""  # on GitHub, OWNER/NAME
+if importlib.util.find_spec("nanoserve") is None:
+    wheels = sorted(Path.cwd().glob("nanoserve-*.whl"), key=lambda wheel: wheel.stat().st_mtime)
+    source = f"https://github.com/{REPOSITORY}/archive/refs/heads/main.zip" if REPOSITORY else None
+    source = wheels[-1].as_uri() if wheels else source
+    if source is None:
+        raise ModuleNotFoundError("put a nanoserve-*.whl beside this notebook, then run again")
+    print("Installing nanoserve, which takes a minute or two, from", source)
+    pip = [sys.executable, "-m", "pip", "install", "-q", f"nanoserve[notebook] @ {source}"]
+    done = subprocess.run(pip, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    print(done.stdout)
+    if done.returncode:
+        raise RuntimeError("pip could not install nanoserve; its reason stands above.")
+    importlib.invalidate_caches()
+
+# %%
+from nanoserve.course import day
+
+today = day(24)
+today.picture("flat-or-climbing")
+
+# %% [markdown]
+# ## Why it matters
+#
+# Day 20 left a table of times on the wall. Tables invite two mistakes. One is to look at a single row,
+# since the next row may tell another story. The other is to plot the rows on plain axes and trust the eye:
+# there the longest history fills the picture, and everything grows "somehow".
+#
+# What somebody who runs an engine wants to know is this: **if the history is twice as long, what do I
+# pay?** The same (flat), twice (linear), four times? And of two paths that grow alike, which is
+# cheaper, and by how much?
+
+# %%
+today.glossary("sweep", "power law", "exponent", "log-log", "least squares", "regime")
+
+# %% [markdown]
+# ## A straight line, if you take logarithms
+#
+# Suppose the time is a **power law** of the length $n$:
+#
+# $$ t = c \cdot n^{e} \qquad\text{and so}\qquad \log t = \log c + e \cdot \log n $$
+#
+# With $x = \log n$ and $y = \log t$ that is a straight line. Its slope is the **exponent** $e$, and it
+# meets $x = 0$, a length of 1, at the logarithm of the **constant** $c$. What does twice the length cost?
+
+# %%
+for exponent in (0, 0.2, 0.5, 0.8, 1, 1.2, 2):
+    print(
+        f"exponent {exponent:3}: {2**exponent:.2f} times, and ten times the length {10**exponent:.1f} times"
+    )
+
+# %% [markdown]
+# Logarithms do a second thing for us. Times of a sweep reach from 100 µs to 10 ms, and each is
+# wrong by some *percent*. On plain axes 5 % of the longest is as much as the whole of the shortest, so a
+# least squares there listens to the last point and to no other. In logarithms 5 % is the same distance
+# everywhere: **each point weighs by its ratio to the line.**
+#
+# Of all lines, least squares takes the one whose squared vertical distances to the points are together
+# the smallest. There is a closed form. With $\bar x$ and $\bar y$ for the means:
+#
+# $$ e = \frac{\sum_i (x_i - \bar x)(y_i - \bar y)}{\sum_i (x_i - \bar x)^2}
+# \qquad \log c = \bar y - e\,\bar x $$
+#
+# ## Your turn: `power_law`
+#
+# Give `(exponent, constant)` for a list of lengths and one of seconds. The constant is in seconds, not in
+# logarithms of them. You may take for granted that all numbers are positive and the lengths not all equal.
+# Stuck? `today.hint()` looks at the case that failed.
+
+# %%
+import math
+from collections.abc import Sequence
+
+
+# %%
+def power_law(lengths: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
+    """(exponent, constant) of the line nearest to the logarithms: seconds = constant * length **
+    exponent, by least squares of log(seconds) on log(length)."""
+    raise NotImplementedError("your turn")
+
+
+today.check(power_law)
+
+# %% [markdown]
+# ## What lands
+#
+# Around your line stand the things that two numbers leave unsaid. **`seconds_per_token`** is measured at
+# the longest history, not read from the line. **`misfit`** is the factor by which the worst point lies
+# off: a line can be drawn through anything. And **`regime`** gives the exponent a name, with bounds that
+# were chosen, not found: up to 0.2, ten times the length costs at most 1.6 times the time.
+
+# %%
+from dataclasses import dataclass, replace
+
+# %% jupyter={"source_hidden": true}
+# lands in nanoserve/bench/scaling.py
+REGIMES = (
+    (-0.2, "falling"),
+    (0.2, "flat"),
+    (0.8, "slower than linear"),
+    (1.2, "linear"),
+    (math.inf, "faster than linear"),
+)
+
+
+@dataclass(frozen=True)
+class ScalingFit:
+    """seconds = constant * length ** exponent, the power law nearest to a sweep's times."""
+
+    exponent: float
+    constant: float  # seconds at a length of 1, which is seldom in the sweep
+    seconds_per_token: float  # as measured, at the longest length
+    misfit: float  # the largest factor between a time and the line: 1.0 where all lie on it
+
+    @property
+    def regime(self) -> str:
+        """ "flat" for an exponent of -0.2 to 0.2, "linear" for 0.8 to 1.2, and what lies between
+        and beyond; "falling" below -0.2, where something other than the length was measured."""
+        return next(name for most, name in REGIMES if self.exponent <= most)
+
+    def seconds(self, length: float) -> float:
+        """What the fitted line gives for a length."""
+        return self.constant * length**self.exponent
+
+
+def power_law(lengths: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
+    """(exponent, constant) of the line nearest to the logarithms: least squares of log(seconds) on
+    log(length), where a point weighs by its ratio to the line and not by its size."""
+    x, y = ([math.log(value) for value in values] for values in (lengths, seconds))
+    mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
+    spread = sum((a - mean_x) ** 2 for a in x)
+    exponent = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True)) / spread
+    return exponent, math.exp(mean_y - exponent * mean_x)
+
+
+def fit_scaling(lengths: Sequence[float], seconds: Sequence[float]) -> ScalingFit:
+    """The power law of a sweep, with what it leaves unsaid.
+
+    Raises ValueError for two sequences that differ in length, fewer than three points (two lie on
+    a line whatever they are), lengths all equal, and anything that is not positive and finite.
+    """
+    if len(lengths) != len(seconds):
+        raise ValueError(f"there are {len(lengths)} lengths and {len(seconds)} times")
+    if len(lengths) < 3:
+        raise ValueError(f"a fit needs at least 3 points, got {len(lengths)}")
+    for name, values in (("lengths", lengths), ("seconds", seconds)):
+        for value in values:
+            if not (value > 0 and math.isfinite(value)):
+                raise ValueError(f"{name} must be positive and finite, got {value}")
+    if math.log(min(lengths)) == math.log(max(lengths)):
+        raise ValueError(f"the lengths are all equal, {lengths[0]}: there is no slope")
+    exponent, constant = power_law(lengths, seconds)
+    line = ScalingFit(exponent, constant, seconds_per_token=0.0, misfit=1.0)
+    points = list(zip(lengths, seconds, strict=True))
+    ratios = [took / line.seconds(length) for length, took in points]
+    longest, took = max(points)
+    return replace(line, seconds_per_token=took / longest, misfit=max(max(ratios), 1 / min(ratios)))
+
+
+# %% [markdown]
+# ## Prove it
+#
+# First where the answer is known beforehand, from a formula:
+
+# %%
+lengths = (64, 192, 1_000, 4_096, 16_384)
+for exponent in (0.0, 0.5, 1.0, 2.0):
+    fit = fit_scaling(lengths, [3e-6 * n**exponent for n in lengths])
+    print(
+        f"3e-6 * n ** {exponent}: exponent {fit.exponent:.6f}, constant {fit.constant:.2e}, {fit.regime}"
+    )
+
+# %% [markdown]
+# Then where it is not, against somebody else's least squares. And two things that must hold for any
+# sweep: in other units the exponent stays, and the order of the points does not matter.
+
+# %%
+import random
+
+import numpy as np
+
+dice = random.Random(24)
+noisy = [2e-6 * n**0.7 * dice.uniform(0.7, 1.4) for n in lengths]
+fit = fit_scaling(lengths, noisy)
+slope, intercept = np.polyfit(np.log(lengths), np.log(noisy), 1)
+print(
+    "as numpy:", math.isclose(fit.exponent, slope), math.isclose(fit.constant, math.exp(intercept))
+)
+in_ms = fit_scaling(lengths, [1e3 * t for t in noisy])
+backwards = fit_scaling(lengths[::-1], noisy[::-1])
+print("in ms the same exponent:", math.isclose(in_ms.exponent, fit.exponent))
+print("backwards the same exponent:", math.isclose(backwards.exponent, fit.exponent))
+
+# %% [markdown]
+# Last, what has no fit. Two points lie on *some* line whatever they are, so two are refused: nothing
+# could contradict them.
+
+# %%
+for times, at in (
+    ([1.0, 2.0], [64, 128]),
+    ([1.0, 2.0, 3.0], [64, 64, 64]),
+    ([1.0, 0.0, 3.0], [64, 128, 256]),
+    ([1.0, 2.0], [64, 128, 256]),
+    ([1.0, math.nan, 3.0], [64, 128, 256]),
+):
+    try:
+        fit_scaling(at, times)
+    except ValueError as error:
+        print(error)
+
+# %% [markdown]
+# ## A law that nobody wrote
+#
+# Before you measure, look at a sweep that is made up: every read costs 200 µs to begin with, and then
+# 0.2 µs for each token. Each of the two parts is as plain as can be.
+
+# %%
+sweep = (16, 64, 256, 1_024, 4_096)
+whole = fit_scaling(sweep, [200e-6 + 0.2e-6 * n for n in sweep])
+short = fit_scaling(sweep[:3], [200e-6 + 0.2e-6 * n for n in sweep[:3]])
+far = (65_536, 131_072, 262_144)
+long = fit_scaling(far, [200e-6 + 0.2e-6 * n for n in far])
+for name, fit in (("16 to 256", short), ("16 to 4,096", whole), ("65,536 and on", long)):
+    print(f"{name:14} exponent {fit.exponent:.2f}  {fit.regime:18}  misfit {fit.misfit:.2f}")
+
+# %% [markdown]
+# An exponent of about a quarter, and no fourth root anywhere. The **fixed cost flattens the short end**,
+# where a token more changes nothing; far out it is forgotten, and the law is linear. The whole sweep's
+# exponent is a mixture that depends on where you began and stopped, and the misfit says so: the worst
+# point is off by far more than noise would be.
+#
+# ## Predict, then measure
+#
+# Now Day 20's two paths, live: gather, and the fused read as it stood then. Llama's shape again, with
+# six layers, which are enough to take turns. What is the exponent of the gather from 16 to 4,096 tokens?
+
+# %%
+today.predict("exponent", "The gather's exponent, 0 (flat) to 1 (linear)?", guess=None)
+
+# %%
+# NBVAL_IGNORE_OUTPUT
+from nanoserve.bench.read import LLAMA_1B, read_benchmark
+
+rows = read_benchmark(replace(LLAMA_1B, num_layers=6), sweep, rounds=9)
+took = {path: [row.seconds for row in rows if row.path == path] for path in ("gather", "fused")}
+fits = {path: fit_scaling(sweep, times) for path, times in took.items()}
+for path, fit in fits.items():
+    print(
+        f"{path:6} exponent {fit.exponent:.2f}, {fit.regime}; misfit {fit.misfit:.2f}; "
+        f"{fit.seconds_per_token * 1e9:.0f} ns a token at 4,096"
+    )
+ends = {
+    "16 to 256": fit_scaling(sweep[:3], took["gather"][:3]),
+    "256 to 4,096": fit_scaling(sweep[2:], took["gather"][2:]),
+}
+for name, fit in ends.items():
+    print(f"gather, {name:12} exponent {fit.exponent:.2f}, {fit.regime}")
+print("your guess for the whole:", today.guess("exponent"))
+assert all(-0.5 < fit.exponent < 2 for fit in fits.values())
+assert all(times[0] < times[-1] for times in took.values())
+
+# %%
+from nanoserve.course.plots import COLOURS, figure, label_line, log2_axis
+
+fig, axes = figure(
+    height=4.6, panels=2, xlabel="tokens of history", ylabel="µs for one layer's read"
+)
+micro = {path: [1e6 * t for t in times] for path, times in took.items()}
+for path, colour, where in (("gather", "contiguous", "above"), ("fused", "engine", "below")):
+    axes[0].plot(sweep, micro[path], "o", color=COLOURS[colour])
+    axes[0].plot(sweep, [1e6 * fits[path].seconds(n) for n in sweep], color=COLOURS[colour])
+    words = f"{path}: {fits[path].exponent:.2f}"
+    label_line(axes[0], 256, 1e6 * fits[path].seconds(256), words, COLOURS[colour], where)
+if (guess := today.guess("exponent")) is not None:
+    guessed = [micro["gather"][0] * (n / 16) ** guess for n in sweep]
+    axes[0].plot(sweep, guessed, color=COLOURS["prediction"], linestyle=":")
+    label_line(axes[0], 4_096, guessed[-1], "your guess", COLOURS["prediction"], "left")
+axes[1].plot(sweep, micro["gather"], "o", color=COLOURS["contiguous"])
+for part, fit in zip((sweep[:3], sweep[2:]), ends.values()):
+    axes[1].plot(part, [1e6 * fit.seconds(n) for n in part], color=COLOURS["contiguous"])
+    label_line(
+        axes[1],
+        part[1],
+        1e6 * fit.seconds(part[1]),
+        f"{fit.exponent:.2f}",
+        COLOURS["contiguous"],
+        "above",
+    )
+for ax, title in zip(axes, ("One line for each path", "The gather's two ends")):
+    log2_axis(ax)
+    ax.set_yscale("log")
+    ax.set_title(title, loc="left", fontweight="bold")
+    ax.set(xlim=(10, 7_000), xticks=sweep, ylim=(min(micro["fused"]) / 2, 3 * max(micro["gather"])))
+fig
+
+# %% [markdown]
+# **The honest reading.** On the left a line for each path, and the dots bow away from it: below in the
+# middle, above at both ends. One exponent for this sweep is an average of two regimes, and neither of
+# them grows that way. On the right the same dots in two parts. The short end is close to flat: there
+# the time is what it takes PyTorch to start a dozen small operations, and a token more is free. The long
+# end is close to linear: there the bytes rule, and twice the bytes take twice as long.
+#
+# So: quote the exponent **with its range**, and the cost of a token **at the longest history**. And the two paths?
+# They have the same exponent, so neither scales better than the other, and the same cost, since they do the
+# same sum.
+#
+# Three things the fit does not say. It does not say *why*: flat may be a fixed cost, or a timer that
+# measures nothing. It must not be drawn on beyond its last dot: at 100,000 tokens a line from this sweep would
+# promise far too little. And a low exponent is no praise: **the slower the start, the flatter the
+# line.** Remember that in two days, when a simulator looks wonderfully flat.
+#
+# ## With your own code
+#
+# The package's fit calls `power_law` too. If yours passed, this is your line:
+
+# %%
+from nanoserve.bench import scaling
+
+with today.mine():
+    judged = scaling.fit_scaling(sweep, took["gather"])
+print("the same exponent:", math.isclose(judged.exponent, fits["gather"].exponent, rel_tol=1e-6))
+
+# %% [markdown]
+# ## What you learned
+#
+# 1. **The slope on log-log axes answers the question people ask:** what do I pay for twice the length?
+# 2. **A fit speaks for the range it saw.** A fixed cost flattens the short end, and a line drawn through
+#    both ends describes neither.
+# 3. **The exponent says how it grows, the constant says who is cheaper.** Quote both, or you have praised
+#    the slowest path for being flat.
+#
+# ## Tomorrow
+#
+# The kernel is written, compiled and chosen by a dispatcher, and nothing calls it. Day 25 moves one line.
+#
+# **In one paragraph.** We took the logarithms of lengths and times and laid the school book's line through
+# them: its slope is the exponent, and e to its intercept the constant. Closed forms and numpy agree, and what has
+# no fit is refused by name. Then Day 20's sweep taught the honest reading: a fixed cost makes the short end
+# flat, the bytes make the long end linear, and the exponent in between is nobody's law.
