@@ -4,7 +4,7 @@ import importlib.util
 import os
 import random
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,7 +27,7 @@ FLOATS, INTEGERS = list(TRITON_S)[:3], list(TRITON_S)[3:5]
 
 
 def drawn(examples: int) -> Callable:
-    """A test of one argument, `random`: hypothesis draws from it, and shrinks what fails."""
+    """A test of one argument, `random`, whose draws are hypothesis's where that is installed."""
     try:
         from hypothesis import Phase, given, settings
         from hypothesis import strategies as st
@@ -43,10 +43,10 @@ def drawn(examples: int) -> Callable:
     return decorate
 
 
-def quarters(random: random.Random, shape: Iterable[int], dtype: torch.dtype, least: int = -32):
+def quarters(random: random.Random, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Quarters from -8 to 8, or integers from -32 to 32: sums of them are exact in float16."""
-    count = torch.Size(shape).numel()
-    x = torch.tensor([random.randint(least, 32) for _ in range(count)]).reshape(shape)
+    drawn = torch.Generator().manual_seed(random.getrandbits(32))  # one draw, not one per lane
+    x = torch.randint(-32, 33, shape, generator=drawn)
     if dtype == torch.bool:
         return x > 0
     return (x / 4 if dtype.is_floating_point else x).to(dtype)

@@ -37,7 +37,7 @@ def add(x_ptr, y_ptr, out_ptr, n, BLOCK: tl.constexpr):
     tl.store(out_ptr + at, x.to(tl.float32) + y.to(tl.float32), mask=mask)
 
 
-@drawn(examples=20)
+@drawn(examples=10)
 def test_vector_add(random):
     n, block, dtype = random.randint(1, 200), random.choice([16, 64]), random.choice(FLOATS)
     x, y = quarters(random, (n,), dtype), quarters(random, (n,), dtype)
@@ -59,7 +59,7 @@ def softmax(x_ptr, out_ptr, x_row, out_row, rows, columns, BLOCK: tl.constexpr):
         tl.store(out_ptr + row * out_row + column, weight / tl.sum(weight, axis=0), mask=mask)
 
 
-@drawn(examples=20)
+@drawn(examples=10)
 def test_fused_softmax(random):
     rows, columns, dtype = random.randint(1, 9), random.randint(2, 40), random.choice(FLOATS)
     x = quarters(random, (rows, columns), dtype)
@@ -97,7 +97,7 @@ def layer_norm(x_ptr, w_ptr, b_ptr, mean_ptr, out_ptr, stride, n, eps, BLOCK: tl
         tl.store(out_ptr + at, (x - mean) * scale * w + b, mask=mask)
 
 
-@drawn(examples=20)
+@drawn(examples=10)
 def test_layer_norm(random):
     rows, n, dtype = random.randint(1, 6), random.randint(4, 50), random.choice(FLOATS)
     x, w, b = (quarters(random, shape, dtype) for shape in ((rows, n), (n,), (n,)))
@@ -140,7 +140,7 @@ def matmul(
     tl.store(c_ptrs, acc.to(c_ptr.dtype.element_ty), mask=(at_m[:, None] < M) & (at_n[None, :] < N))
 
 
-@drawn(examples=20)
+@drawn(examples=10)
 def test_tiled_matrix_product(random):
     """bfloat16 on a card alone: the interpreter's tl.dot multiplies its bits."""
     m, n, k = (random.randint(2, 70) for _ in "mnk")
@@ -162,7 +162,7 @@ def transpose(x_ptr, out_ptr, rows, columns, x_row, out_row, BLOCK: tl.constexpr
     tl.store(out_ptr + column[:, None] * out_row + row[None, :], tl.trans(x), mask=out_mask)
 
 
-@drawn(examples=20)
+@drawn(examples=10)
 def test_masked_transpose(random):
     rows, columns = random.randint(1, 40), random.randint(1, 40)
     dtype = random.choice([torch.float32, torch.float16, torch.int32, torch.int64])
@@ -180,7 +180,7 @@ def histogram(x_ptr, out_ptr, n, bins, BLOCK: tl.constexpr):
     tl.atomic_add(out_ptr + x, 1, mask=(at < n) & (x >= 0) & (x < bins))
 
 
-@drawn(examples=20)
+@drawn(examples=10)
 def test_histogram_by_atomics(random):
     n, bins = random.randint(1, 100), random.randint(1, 20)
     x = torch.tensor([random.randint(-2, 21) for _ in range(n)])
@@ -203,7 +203,7 @@ def weigh(first_ptr, column_ptr, value_ptr, x_ptr, out_ptr, decay):
     tl.store(out_ptr + row, total + entries)
 
 
-@drawn(examples=12)
+@drawn(examples=8)
 def test_loops_whose_bounds_differ_by_program(random):
     counts = [random.randint(0, 5) for _ in range(random.randint(1, 7))]
     first = torch.tensor([0, *counts]).cumsum(0)
@@ -260,7 +260,7 @@ def flash_attention(
     tl.store(out_ptr + head + at, acc / l[:, None], mask=at_q[:, None] < seq)
 
 
-@drawn(examples=12)
+@drawn(examples=8)
 def test_flash_attention(random):
     """bfloat16 on a card alone: the interpreter's tl.dot multiplies its bits."""
     heads, seq = random.randint(1, 3), random.randint(1, 70)

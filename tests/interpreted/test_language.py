@@ -157,7 +157,7 @@ def skips(a: torch.dtype, b: torch.dtype, expression: str) -> bool:
 
 
 @pytest.mark.parametrize("expression", EXPRESSIONS)
-@drawn(examples=10)
+@drawn(examples=8)
 def test_an_expression_of_blocks_and_numbers(expression, random):
     rows, columns = 4, random.choice([1, 2, 8, 16])
     dtypes = EXPRESSIONS[expression]
@@ -201,7 +201,7 @@ def product(
 product = module(DOT).product
 
 
-@drawn(examples=10)
+@drawn(examples=8)
 def test_dot(random):
     """bfloat16 is multiplied on a card alone: the interpreter multiplies its bits."""
     m, n, k = (random.choice([16, 32]) for _ in "mnk")
@@ -241,7 +241,7 @@ def counts(x_ptr, by_ptr, out_ptr, n, BLOCK: tl.constexpr):
 memory = module(MEMORY)
 
 
-@drawn(examples=40)
+@drawn(examples=30)
 def test_loads_and_stores_with_masks_and_other(random):
     rows, columns = random.randint(1, 7), random.randint(1, 7)
     x_dtype, out_dtype = random.choice(RIGHT + INTEGERS + BOOL), random.choice(RIGHT + INTEGERS)
@@ -258,7 +258,7 @@ def test_loads_and_stores_with_masks_and_other(random):
     torch.testing.assert_close(ours, theirs)
 
 
-@drawn(examples=10)
+@drawn(examples=8)
 def test_atomic_add(random):
     n, block = random.randint(1, 40), random.choice([4, 16])
     dtype = random.choice([torch.int32, torch.int64, torch.float32, torch.float16])

@@ -112,7 +112,10 @@ class Rewrite(ast.NodeTransformer):
         stored = {
             n.id for n in ast.walk(body) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
         }
-        carried, ended = sorted(stored & before), sorted(stored - before | {node.target.id})
+        carried, ended = (
+            sorted(stored & before),
+            sorted(stored - before | {ast.unparse(node.target)}),
+        )
         self.generic_visit(node)
         self.bound = before
         loop = f"__loop_{node.lineno}"
