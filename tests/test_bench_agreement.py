@@ -132,6 +132,19 @@ def test_it_prints_the_machine_and_the_rows(monkeypatch, capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("smi", "driver"), [("580.159.03\n580.159.03\n", "580.159.03"), ("", None), (None, None)]
+)
+def test_a_card_is_recorded_with_its_driver_where_that_can_be_asked(smi, driver, monkeypatch):
+    answer = subprocess.CompletedProcess((), 0, stdout=smi)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(bench.shutil, "which", lambda _: "nvidia-smi" if smi is not None else None)
+    monkeypatch.setattr(bench.subprocess, "run", lambda *_, **__: answer)
+    run = bench.machine(torch.device("cuda"))
+    assert (run["device"], run["driver"], run["cuda"]) == ("NVIDIA H200", driver, "13.0")
+
+
+@pytest.mark.parametrize(
     ("device", "file"),
     [
         ("CPU", "agreement_cpu.json"),
