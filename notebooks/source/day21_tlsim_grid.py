@@ -1461,13 +1461,13 @@ for ax, column in ((left, 0), (right, 1)):
         COLOURS["tlsim"],
     )
     log2_axis(ax)
+    log2_axis(ax, "y")
     ax.set(xticks=widths)
-log2_axis(left, "y")
 right.axhline(16, color=COLOURS["limit"], linestyle="--", linewidth=1.2)
 label_line(right, 8, 16, "asked for", COLOURS["limit"], "below")
 if guess := today.guess("fetched"):
     prediction_marker(right, 1, 16 * guess, where="right")
-right.set(ylim=(0, 140))
+right.set(ylim=(8, max(256, 24 * (guess or 0))))
 fig
 
 # %% [markdown]
