@@ -29,9 +29,9 @@ def fold(m, l, acc, scores, values):  # noqa: E741
     return m_new, l * alpha + p.sum(-1), acc * alpha[:, None] + p @ values
 
 
-def start() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def start(rows: int = ROWS) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """m, l and acc before the first tile."""
-    return torch.full((ROWS,), -torch.inf), torch.zeros(ROWS), torch.zeros(ROWS, HEAD_DIM)
+    return torch.full((rows,), -torch.inf), torch.zeros(rows), torch.zeros(rows, HEAD_DIM)
 
 
 def _folded(answer, scores, values, tile):
@@ -70,8 +70,10 @@ def _fold_cases() -> list[Case]:
     )  # fmt: skip
     steps = torch.linspace(0, 1_200, 13).expand(ROWS, -1)
     rows = torch.tensor([[0.0], [300.0], [-300.0]])
+    single = (*start(1), scores[:1, :1], values[:1])
     return [
-        one("the first tile, 5 keys", "first", start(), slice(0, 5)),
+        Case("one row, one key, nothing before it", single, kind="one", compare=close(1e-5, 1e-5)),
+        one("the first tile, 5 keys for each of 3 rows", "first", start(), slice(0, 5)),
         one("a second tile, 4 keys, its scores higher by 3", "second", before, slice(5, 9), 3.0),
         one("a second tile, its scores lower by 6", "second", before, slice(5, 9), -6.0),
         one("a tile of one key", "second", before, slice(9, 10)),
@@ -183,6 +185,39 @@ def _no_maximum(m, l, acc, scores, values):  # noqa: E741
 
 
 @wrong(
+    "There is no maximum: m comes back as it went in, and exp(score) itself is summed. That is "
+    "right on paper, and infinite for a score above 88. The new m is the largest score so far."
+)
+def _m_untouched(m, l, acc, scores, values):  # noqa: E741
+    p = torch.exp(scores)
+    return m, l + p.sum(-1), acc + p @ values
+
+
+@wrong(
+    "p.sum() adds up all rows. Each query has an l of its own: p.sum(-1), over the keys of a row."
+)
+def _sum_of_all_rows(m, l, acc, scores, values):  # noqa: E741
+    m_new, _, acc = fold(m, l, acc, scores, values)
+    return m_new, l * torch.exp(m - m_new) + torch.exp(scores - m_new[:, None]).sum(), acc
+
+
+@wrong(
+    "That is the softmax of this tile alone: what l and acc held from before is lost. Shrink the "
+    "old sums by alpha and add the tile to them."
+)
+def _this_tile_alone(m, l, acc, scores, values):  # noqa: E741
+    return scores.amax(-1), torch.ones_like(l), scores.softmax(-1) @ values
+
+
+@wrong(
+    "The tile replaces what was there: l and acc hold this tile and none before it. Shrink the old "
+    "sums by alpha and add the tile to them."
+)
+def _forgets(*args):
+    return _fold_but(*args, alpha=lambda m, m_new: torch.zeros_like(m))
+
+
+@wrong(
     "acc is divided by l inside the loop, so the next tile divides again what was divided. "
     "Division comes once, after the last tile."
 )
@@ -212,11 +247,21 @@ FOLD = Exercise(
     "fold",
     _fold_cases,
     hints={
+        "one": (
+            "One key and nothing before it: then m is its score, l is exp(0) = 1 and acc is its "
+            "value. Which of your three is not?",
+            "m_new is the larger of m, here -inf, and the row's largest score: scores.amax(-1). A "
+            "score counts as exp(score - m_new), and what was summed before shrinks by "
+            "alpha = exp(m - m_new), here 0.",
+            "m_new = torch.maximum(m, scores.amax(-1)); alpha = torch.exp(m - m_new); "
+            "p = torch.exp(scores - m_new[:, None])",
+        ),
         "first": (
-            "At the first tile m is -inf, l and acc are 0. What do the formulas give?",
-            "m_new is the larger of m and the row's largest score: scores.amax(-1). Each score "
-            "counts as exp(score - m_new), with m_new[:, None] to stand beside a row of scores.",
-            "m_new = torch.maximum(m, scores.amax(-1)); p = torch.exp(scores - m_new[:, None])",
+            "One key comes out right, five of them in three rows do not. Over which axis does each "
+            "sum and each maximum run?",
+            "Over the keys, so that every row keeps a number of its own: amax(-1), sum(-1), and "
+            "p @ values for acc. m_new[:, None] stands beside a row of scores. Nothing is divided.",
+            "p = torch.exp(scores - m_new[:, None]); p.sum(-1) is added to l, p @ values to acc",
         ),
         "second": (
             "l and acc were summed under the old maximum. What are they worth under the new one?",
@@ -242,8 +287,9 @@ FOLD = Exercise(
     solution=fold,
     wrong=(
         _no_alpha_acc, _no_alpha_l, _no_alpha, _alpha_upside_down, _alpha_on_the_new,
-        _tile_s_maximum, _old_m_returned, _one_for_all, _under_the_old, _no_maximum, _divided,
-        _softmax_per_tile, _raw_scores, _another_order,
+        _tile_s_maximum, _old_m_returned, _one_for_all, _under_the_old, _no_maximum, _m_untouched,
+        _divided, _softmax_per_tile, _raw_scores, _another_order, _sum_of_all_rows,
+        _this_tile_alone, _forgets,
     ),
 )  # fmt: skip
 
@@ -251,22 +297,31 @@ FOLD = Exercise(
 # the kernel --------------------------------------------------------------------------------------
 
 
+STUB = {"query", "head", "dim", "in_head", "q", "out"}  # what the head and the tail assign
+
+
 @lru_cache(maxsize=64)
-def _read(answer) -> tuple[tlsim.launch.Kernel, bool]:
-    """The answer as tlsim runs it, and whether there is a loop in it."""
+def _read(answer) -> tuple[tlsim.launch.Kernel, bool, bool]:
+    """The answer as tlsim runs it, whether anything was written, and whether there is a loop."""
     kernel = tlsim.jit(answer)
-    inside = ast.walk(ast.parse(source_of(kernel.fn)))
-    return kernel, any(isinstance(node, ast.For) for node in inside)
+    inside = list(ast.walk(ast.parse(source_of(kernel.fn))))
+    named = {x.id for x in inside if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)}
+    loop = any(isinstance(node, ast.For | ast.While) for node in inside)
+    return kernel, loop or bool(named - STUB), loop
 
 
 def _launched(answer, q, k_pool, v_pool, slots, n_rep, tile, gap=0, **options):
-    """What the kernel gives under tlsim, its checks on. One without a loop is not written yet.
+    """What the kernel gives under tlsim, its checks on. One without a loop can do one tile.
 
     `gap` heads of NaN lie between the slots of v_pool, so that its strides are not k_pool's.
     """
-    kernel, written = _read(answer)
+    kernel, written, loop = _read(answer)
     if not written:
         raise NotImplementedError("your turn")
+    if not loop and len(slots) > tile:
+        raise tlsim.KernelError(
+            "there is no `for` loop in it yet: one tile is done, the others never come"
+        )
     n_kv = v_pool.shape[1]
     others = torch.full((v_pool.shape[0], gap, v_pool.shape[2]), torch.nan)
     v_pool = torch.cat([v_pool, others], dim=1)[:, :n_kv]
@@ -296,23 +351,25 @@ def _kernel_cases() -> list[Case]:
     owned[poisoned[3]] = True
     for pool in poisoned[1:3]:
         pool[~owned] = torch.nan
-    falling, low = a_read(1, 17), a_read(1, 9)
-    for read, channels in ((falling, torch.linspace(70, -70, 17)), (low, -50 - torch.arange(9.0))):
-        read[0].fill_(1.0)  # so a score is 8 times a channel of its key, over the root of 8
-        read[1][read[3]] = channels[:, None, None].expand(-1, 2, 8)
+    falling, low = a_read(1, 17), a_read(1, 9, head_dim=16)
+    for read, channels in ((falling, torch.linspace(70, -70, 17)), (low, -500 - torch.arange(9.0))):
+        read[0].fill_(1.0)  # so a score is sqrt(head_dim) times a channel of its key
+        read[1][read[3]] = channels[:, None, None].expand(-1, 2, read[0].shape[-1])
     return [
-        case("decode: 32 keys, two whole tiles of 16", "loop", a_read(1, 32), 16),
-        case("decode: 5 keys in a tile of 16", "tail", a_read(1, 5), 16),
-        case("decode: 37 keys in tiles of 16", "tail", a_read(1, 37), 16),
+        case("one query of one head: 4 keys, one tile", "tile", a_read(1, 4, 1, 1), 4),
+        case("one head: 5 keys in a tile of 16", "tail", a_read(1, 5, 1, 1), 16),
+        case("one head: 32 keys, two whole tiles", "loop", a_read(1, 32, 1, 1), 16),
+        case("one head: 37 keys in tiles of 16", "tail", a_read(1, 37, 1, 1), 16),
+        case("six query heads, two KV heads", "heads", a_read(1, 32), 16),
+        case("MQA: one KV head", "heads", a_read(1, 12, n_kv=1), 4),
+        case("MHA: six KV heads", "heads", a_read(1, 12, n_kv=6), 4),
         case("prefill: 5 queries, tiles of 4", "band", a_read(5, 5), 4),
         case("continuation: 3 queries, 21 keys, tiles of 8", "band", a_read(3, 21), 8),
-        case("MQA: one KV head", "heads", a_read(2, 12, n_kv=1), 4),
-        case("MHA: six KV heads", "heads", a_read(2, 12, n_kv=6), 4),
         case("14 channels, padded to 16", "pad", a_read(2, 12, head_dim=14), 4),
+        case("NaN in every other slot", "pad", poisoned, 8, poison=True),
         case("v_pool with strides of its own", "stride", a_read(2, 11), 4, gap=1),
         case("scores that fall from 200 to -200", "large", falling, 4),
-        case("scores below -140", "large", low, 4),
-        case("NaN in every other slot", "pad", poisoned, 8, poison=True),
+        case("scores of -2,000 and below", "large", low, 4),
         case("one program at a time, shuffled", "band", a_read(2, 6, 2, 1), 4, order="serial"),
     ]
 
@@ -367,9 +424,65 @@ _KERNEL_WRONG = (
         ("seq_q + query + 1", "seq_q + query"),
     ),
     _kernel_but(
-        "m starts at 0. Where all scores are far below, every exp(score - 0) is 0, and so is l. It "
-        "starts at -inf, below any score.",
+        "m starts at a number. Where all scores are far below it, every exp(score - m) is 0, and "
+        "so is l. It starts at -inf, below any score.",
         ('m = float("-inf")', "m = 0.0"),
+    ),
+    _kernel_but(
+        "Query head h reads KV head h % N_REP. Neighbouring heads share: head // N_REP.",
+        ("head // N_REP", "head % N_REP"),
+    ),
+    _kernel_but(
+        "visible = query + 1 is a prefill from empty. In a decode query 0 is the last token: "
+        "seq_total - seq_q + query + 1.",
+        ("seq_total - seq_q + query + 1", "query + 1"),
+    ),
+    _kernel_but(
+        "visible = seq_total lets every query see every key, those after it too. Only the last one "
+        "sees all: seq_total - seq_q + query + 1.",
+        ("seq_total - seq_q + query + 1", "seq_total"),
+    ),
+    _kernel_but(
+        "The loop counts tiles, and start is used as the position of a key, so the tiles overlap. "
+        "It goes by keys: range(0, visible, TILE).",
+        ("range(0, visible, TILE)", "range(0, tl.cdiv(visible, TILE))"),
+    ),
+    _kernel_but(
+        "A hidden key gets the score 0, and then weighs exp(0 - m). A score that weighs nothing is "
+        '-inf: float("-inf").',
+        ('visible, score, float("-inf")', "visible, score, 0.0"),
+    ),
+    _kernel_but(
+        "No maximum is subtracted: exp(score) itself is summed. That is right on paper, infinite "
+        "for a score above 88, and 0 / 0 where all lie far below 0.",
+        ("alpha = tl.exp(m - m_new)", "alpha = 1.0"),
+        ("p = tl.exp(score - m_new)", "p = tl.exp(score)"),
+    ),
+    _kernel_but(
+        "Keys and values are loaded without other: a masked lane is NaN then (on a card, anything),"
+        " and 0 times NaN is NaN. tl.load(..., mask=mask, other=0.0).",
+        ("k_head)[:, None] + dim[None, :], mask, 0.0)", "k_head)[:, None] + dim[None, :], mask)"),
+        ("v_head)[:, None] + dim[None, :], mask, 0.0)", "v_head)[:, None] + dim[None, :], mask)"),
+    ),
+    _kernel_but(
+        "The values are loaded without other: behind the last key they are NaN then (on a card, "
+        "anything), and a weight of 0 times NaN is NaN. Add other=0.0.",
+        ("v_head)[:, None] + dim[None, :], mask, 0.0)", "v_head)[:, None] + dim[None, :], mask)"),
+    ),
+    _kernel_but(
+        "The keys are loaded without other: in the padded channels they are NaN then (on a card, "
+        "anything), and so is the score that sums over them. Add other=0.0.",
+        ("k_head)[:, None] + dim[None, :], mask, 0.0)", "k_head)[:, None] + dim[None, :], mask)"),
+    ),
+    _kernel_but(
+        "The values of KV head 0 are mixed, whatever the head: add kv_head * v_head, as the keys "
+        "have kv_head * k_head.",
+        ("slot * v_slot + kv_head * v_head", "slot * v_slot"),
+    ),
+    _kernel_but(
+        "The keys of KV head 0 are read, whatever the head: add kv_head * k_head, as the values "
+        "have kv_head * v_head.",
+        ("slot * k_slot + kv_head * k_head", "slot * k_slot"),
     ),
     _kernel_but(
         "Query head h reads KV head h % n_kv. Neighbours share: it is h // N_REP.",
@@ -446,15 +559,23 @@ KERNEL = Exercise(
     "paged_attention_kernel",
     _kernel_cases,
     hints={
+        "tile": (
+            "One tile, all of it in use. What comes first, and what does each line need from the "
+            "one before, from a key's position to its score?",
+            "position, then its slot, then k and v [TILE, BLOCK_D], then one score for each key. "
+            "Row `slot` of this head begins at slot * k_slot + kv_head * k_head; with [:, None] it "
+            "stands up, and dim[None, :] goes along it. With one query, visible is seq_total.",
+            "k = tl.load(k_ptr + (slot * k_slot + kv_head * k_head)[:, None] + dim[None, :], mask, "
+            "0.0); score = tl.sum(q[None, :] * k.to(tl.float32), axis=1)",
+        ),
         "loop": (
-            "What does one turn of the loop need, from the position of a key to the fold?",
-            "position, then slot, then k and v, then score, then the fold with tl.maximum, tl.max, "
-            "tl.exp and tl.sum. Before it: m = float('-inf'), l = 0.0, acc = tl.zeros((BLOCK_D,), "
-            "tl.float32), since what a loop carries keeps its type.",
-            "score = tl.sum(q[None, :] * k.to(tl.float32), axis=1); m_new = tl.maximum(m, "
-            "tl.max(score, axis=0)); alpha = tl.exp(m - m_new); p = tl.exp(score - m_new); l = l * "
-            "alpha + tl.sum(p, axis=0); acc = acc * alpha + tl.sum(p[:, None] * v.to(tl.float32), "
-            "axis=0); m = m_new",
+            "One tile comes out right. What does the second one find in m, l and acc, and where "
+            "does it begin?",
+            "At start, which goes up by TILE. Then your fold from above, for one row: m_new from "
+            "tl.maximum and tl.max, alpha and p from tl.exp. l and acc shrink by alpha before the "
+            "tile is added, and m_new becomes m.",
+            "m_new = tl.maximum(m, tl.max(score, axis=0)); alpha = tl.exp(m - m_new); l = l * "
+            "alpha + tl.sum(p, axis=0); acc likewise, with p[:, None] * v; m = m_new",
         ),
         "tail": (
             "The last tile reaches behind the last key. What do those lanes load, and what do they "
@@ -466,9 +587,9 @@ KERNEL = Exercise(
             "mask and other=0",
         ),
         "band": (
-            "How far does query number `query` see?",
-            "It sees `visible` keys, its own the last. The loop ends there, and in the last tile "
-            "the lanes behind it get -inf.",
+            "How far does query number `query` see? The last one sees all seq_total keys.",
+            "It sees visible = seq_total - seq_q + query + 1 keys, its own the last. The loop ends "
+            "there, and in the last tile the lanes behind it get -inf.",
             "for start in range(0, visible, TILE): position = start + tl.arange(0, TILE); ... "
             'score = tl.where(position < visible, score, float("-inf"))',
         ),
@@ -509,7 +630,7 @@ EXERCISES = (FOLD, KERNEL)
 # the stepper -------------------------------------------------------------------------------------
 
 SCORES = {
-    "as they come": (1.0, 3.0, 0.0, 2.0, 2.0, 5.0, 1.0, 4.0, 3.0, 0.5, 2.5, 1.5),
+    "as they come": (1.0, 3.0, 0.0, 2.0, 2.0, 5.0, 1.0, 4.0, 3.0, 0.0, 2.0, 1.0),
     "rising": (0.0, 0.5, 1.0, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5, 5.0),
     "falling": (5.0, 4.5, 4.0, 3.5, 3.0, 2.5, 2.0, 1.5, 1.0, 1.0, 0.5, 0.0),
 }
