@@ -7,7 +7,11 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from triton import language
+from triton.language import arange, float32, math
+from triton.language import constexpr as known
 
+from nanoserve.kernels import tlsim
 from tests.interpreted.engines import INTERPRETED, by_both, drawn, quarters
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
@@ -275,3 +279,21 @@ def test_flash_attention(random):
         q.float(), k.float(), v.float(), is_causal=True, scale=0.25
     )
     close(out, expected)
+
+
+HALF = tl.constexpr(0.5)
+
+
+@triton.jit
+def renamed(x_ptr, out_ptr, N: known):
+    at = arange(0, N)
+    x = language.load(x_ptr + at).to(float32)
+    x = math.exp(x * HALF) + tl.math.floor(x)
+    language.store(out_ptr + at, x + triton.cdiv(N, 3) + language.full((N,), 1, tl.float16))
+
+
+def test_tlsim_takes_triton_s_place_under_any_name():
+    """Its interpreter does not: it replaces what the module `tl` holds."""
+    x, out = torch.arange(8.0), torch.zeros(8)
+    tlsim.jit(renamed)[(1,)](x, out, 8)
+    torch.testing.assert_close(out, (x / 2).exp() + x + 4)

@@ -181,8 +181,9 @@ def _translate(x: Any, use: str = "") -> Any:
     """What an object of the kernel's surroundings is in tlsim; refused where Triton refuses it."""
     home, kind = getattr(x, "__module__", None) or "", type(x)
     if isinstance(x, ModuleType):
-        ours = {"triton.language": language, "triton": _TRITON, __package__: _TRITON}
-        return ours.get(x.__name__, x)
+        if x.__name__.startswith("triton.language"):
+            return language
+        return _TRITON if x.__name__ in ("triton", __package__) else x
     if kind.__name__ == "constexpr":
         return x.value
     if kind.__module__.startswith("triton.language"):  # tl.float32 and the like

@@ -17,7 +17,8 @@ def load(pointer: Value, mask: Operand | None = None, other: Operand | None = No
     Without `other` those hold nothing one may rely on: NaN here, where the dtype has it. Where the
     last axis is a ramp, rows are read whole. Hints about caches are taken and ignored.
     """
-    masked = mask is not None
+    if other is not None and mask is None:
+        raise fault("tl.load takes `other` only with a mask")
     mask, live = _access("load", pointer, mask)
     flat, first = pointer.buffer.flat, pointer.data
     width = pointer.shape[-1] if pointer.ramp else 1
@@ -27,8 +28,6 @@ def load(pointer: Value, mask: Operand | None = None, other: Operand | None = No
         data = flat[pointer.lanes.clamp(0, len(flat) - 1)]
     else:
         data = flat.new_zeros(())
-    if other is not None and not masked:
-        raise fault("tl.load takes `other` only with a mask")
     if mask is not None:
         if other is None:
             other = torch.nan if flat.is_floating_point() else 0
