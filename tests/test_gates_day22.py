@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanoserve.course import day
+from nanoserve.course import check, day
 from nanoserve.course.answers import Answer, answer_path, installed
 from nanoserve.course.exercises.day22 import KERNEL, a_read, fold
 from nanoserve.kernels import paged_attention, tlsim
@@ -49,6 +49,22 @@ def test_the_fold_of_any_tiles_is_the_softmax_of_all_scores(keys, tile, size, se
     truth = (scores.double().softmax(-1) @ values.double()).float()
     torch.testing.assert_close(acc / l[:, None], truth, atol=ATOL, rtol=RTOL)
     assert torch.equal(m, scores.amax(-1))
+
+
+def test_a_kernel_of_one_tile_is_told_that_the_others_never_come():
+    loop = ("for start in range(0, visible, TILE):", "if TILE > 0:")
+    report = check.run(KERNEL, kernel_of(loop, ("start + tl.arange", "tl.arange")))
+    assert [row.passed for row in report.rows[:3]] == [True, True, False]
+    assert "no `for` loop in it yet" in report.failed.message
+
+
+def test_a_kernel_with_a_while_loop_is_an_attempt():
+    loop = ("for start in range(0, visible, TILE):", "start = 0\n    while start < visible:")
+    step = ("        m = m_new\n", "        m = m_new\n        start += TILE\n")
+    report = check.run(KERNEL, kernel_of(loop, step))
+    failed = [row for row in report.rows if not row.passed]
+    assert 0 < len(failed) < len(report.rows)
+    assert all("a `while` cannot" in row.message for row in failed)
 
 
 def test_a_kernel_that_passes_is_saved_as_source_and_runs_in_the_engine(capsys):

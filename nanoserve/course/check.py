@@ -59,16 +59,25 @@ class Report:
             return f"{self.name}: all {total} cases pass{whose}"
         return f"{self.name}: {good} of {total} cases pass"
 
+    @property
+    def told(self) -> list[str]:
+        """Each row's message, or "as above" where the last row that failed has the same one."""
+        told, last = [], ""
+        for row in self.rows:
+            told.append("as above" if row.message and row.message == last else row.message)
+            last = row.message or last
+        return told
+
     def text(self) -> str:
         """The table for a terminal; sentences stand on lines of their own below it."""
         if self.status == "not attempted":
             return self.heading
         cells = [(row.what, row.expected, row.got, row.verdict) for row in self.rows]
         lines = [self.heading, "", text_table(("case", "expected", "got", ""), cells)]
-        for row in self.rows:
-            if row.message or row.printed:
+        for row, told in zip(self.rows, self.told, strict=True):
+            if told or row.printed:
                 lines += ["", f"{row.what}:"]
-                lines += [f"  {row.message}"] if row.message else []
+                lines += [f"  {told}"] if told else []
                 lines += [f"  it printed: {short_print(row.printed)}"] if row.printed else []
         return "\n".join([*lines, *(["", self.note] if self.note else [])])
 
@@ -81,7 +90,7 @@ class Report:
         head += f"<br>{escaped(self.note)}</div>" if self.note else "</div>"
         titles = ("", "case", "expected", "got")
         top = "".join(f'<th style="{CELL};border-top:0;{QUIET}">{title}</th>' for title in titles)
-        body = "".join(_html_row(row) for row in self.rows)
+        body = "".join(map(_html_row, self.rows, self.told))
         table = f'<table style="{STYLE}"><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>'
         return head + table
 
@@ -265,9 +274,9 @@ def _safe_short(value: Any) -> str:
         return a(value)
 
 
-def _html_row(row: Row) -> str:
+def _html_row(row: Row, message: str) -> str:
     mark, colour = {"ok": ("✓", GOOD), "no": ("✗", BAD)}.get(row.verdict, ("", "inherit"))
-    told = f'<br><span style="color:{BAD}">{escaped(row.message)}</span>' if row.message else ""
+    told = f'<br><span style="color:{BAD}">{escaped(message)}</span>' if message else ""
     if row.printed:
         told += f'<br><span style="{QUIET}">it printed: {escaped(short_print(row.printed))}</span>'
     cells = (

@@ -102,6 +102,16 @@ def test_changing_the_inputs_fails_an_otherwise_right_answer(tried):
     assert message(report) == "the result is right, but it changed its inputs: work on a copy"
 
 
+def test_a_sentence_that_rows_share_is_said_once(tried):
+    report = tried("def scale_rows(x, f):\n    raise ValueError('no')")
+    first, second = report.rows
+    assert first.message == second.message == message(report)
+    assert report.told == [message(report), "as above"]
+    for shown in (report.text(), report.html()):
+        assert shown.count("it raised ValueError: no") == 1
+        assert shown.count("as above") == 1
+
+
 def test_prints_are_shown_in_the_row_and_cut(tried, capsys):
     report = tried("def scale_rows(x, f):\n    print('shape', *x.shape)\n    return x * f[:, None]")
     assert report.status == "passed"

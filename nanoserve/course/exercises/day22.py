@@ -301,13 +301,13 @@ STUB = {"query", "head", "dim", "in_head", "q", "out"}  # what the head and the 
 
 
 @lru_cache(maxsize=64)
-def _read(answer) -> tuple[tlsim.launch.Kernel, bool, bool]:
-    """The answer as tlsim runs it, whether anything was written, and whether there is a loop."""
+def _read(answer) -> tuple[tlsim.launch.Kernel, bool, set[type]]:
+    """The answer as tlsim runs it, whether anything was written, and the loops that are in it."""
     kernel = tlsim.jit(answer)
     inside = list(ast.walk(ast.parse(source_of(kernel.fn))))
     named = {x.id for x in inside if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)}
-    loop = any(isinstance(node, ast.For | ast.While) for node in inside)
-    return kernel, loop or bool(named - STUB), loop
+    loops = {type(node) for node in inside} & {ast.For, ast.While}
+    return kernel, bool(loops or named - STUB), loops
 
 
 def _launched(answer, q, k_pool, v_pool, slots, n_rep, tile, gap=0, **options):
@@ -315,12 +315,17 @@ def _launched(answer, q, k_pool, v_pool, slots, n_rep, tile, gap=0, **options):
 
     `gap` heads of NaN lie between the slots of v_pool, so that its strides are not k_pool's.
     """
-    kernel, written, loop = _read(answer)
+    kernel, written, loops = _read(answer)
     if not written:
         raise NotImplementedError("your turn")
-    if not loop and len(slots) > tile:
+    if not loops and len(slots) > tile:
         raise tlsim.KernelError(
             "there is no `for` loop in it yet: one tile is done, the others never come"
+        )
+    if ast.While in loops and q.shape[2] > 1 and "order" not in options:
+        raise tlsim.KernelError(
+            "a `while` cannot end sooner in one program than in another that runs in lockstep "
+            "with it: write `for start in range(0, visible, TILE)`"
         )
     n_kv = v_pool.shape[1]
     others = torch.full((v_pool.shape[0], gap, v_pool.shape[2]), torch.nan)
