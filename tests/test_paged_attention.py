@@ -140,7 +140,7 @@ def test_a_kernel_that_counts_slots_in_32_bits_is_caught(past_32_bits, tmp_path)
 @pytest.mark.parametrize(
     ("fault", "says"),
     {
-        "the tail read as if it were there": r"loads outside slot_ptr\[7\] of 7 elements",
+        "the tail read as if it were there": r"loads outside slot_ptr\[5\] of 5 elements",
         "the slot without its stride": "reads a NaN, so a slot that nobody owns",
         "the position for the slot": "reads a NaN, so a slot that nobody owns",
         "all programs store to one place": "stores where another program has stored",
