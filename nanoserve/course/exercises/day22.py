@@ -363,7 +363,7 @@ def _kernel_cases() -> list[Case]:
     return [
         case("one query of one head: 4 keys, one tile", "tile", a_read(1, 4, 1, 1), 4),
         case("one head: 5 keys in a tile of 16", "tail", a_read(1, 5, 1, 1), 16),
-        case("one head: 32 keys, two whole tiles", "loop", a_read(1, 32, 1, 1), 16),
+        case("one head: 32 keys, four whole tiles", "loop", a_read(1, 32, 1, 1), 8),
         case("one head: 37 keys in tiles of 16", "tail", a_read(1, 37, 1, 1), 16),
         case("six query heads, two KV heads", "heads", a_read(1, 32), 16),
         case("MQA: one KV head", "heads", a_read(1, 12, n_kv=1), 4),
@@ -668,7 +668,7 @@ def _draw_stepper(tiles: int, tile: int, scores: str):
     right.bar(keys, truth.tolist(), fill=False, **outline)
     top = 1.12 * max(*weights, float(truth.max()))
     right.set(ylabel="weight", ylim=(0, top))
-    left.set(ylabel="score", ylim=(0, 6.3))
+    left.set(xlabel="key   (acc: one channel shown)", ylabel="score", ylim=(0, 6.3))
     numbers = "nothing folded yet"
     if seen:
         left.axhline(float(m), color=COLOURS["ink"], linewidth=1.2)
