@@ -563,6 +563,20 @@ def test_loops_nest():
     ]
 
 
+def test_a_program_that_has_finished_prolongs_no_loop_within():
+    @tlsim.jit
+    def kernel(inner_ptr, x_ptr):
+        row = tl.program_id(0)
+        for _ in range(row):
+            for i in range(tl.load(inner_ptr + row)):
+                tl.load(x_ptr + i)
+
+    with tlsim.trace() as trace:
+        kernel[(2,)](torch.tensor([9, 2]), torch.zeros(2))
+    assert [access.name for access in trace.accesses] == ["inner_ptr", "x_ptr", "x_ptr"]
+    assert trace.bytes("load") == 8 + 2 * 4
+
+
 def test_what_a_loop_makes_ends_with_it():
     @tlsim.jit
     def kernel(out_ptr):
