@@ -32,8 +32,8 @@ def drawn(examples: int) -> Callable:
         from hypothesis import Phase, given, settings
         from hypothesis import strategies as st
     except ImportError:
-        return pytest.mark.parametrize("random", [random.Random(seed) for seed in range(3)])
-    examples = examples if INTERPRETED else 3  # each may compile
+        return pytest.mark.parametrize("random", [random.Random(seed) for seed in range(2)])
+    examples = examples if INTERPRETED else 2  # each may compile
 
     def decorate(test: Callable) -> Callable:
         randoms = given(random=st.randoms(use_true_random=False))

@@ -178,7 +178,8 @@ def test_an_expression_of_blocks_and_numbers(expression, random):
 @drawn(examples=6)
 def test_an_expression_of_a_whole_block(expression, random):
     shape = (random.choice([2, 4, 16]), random.choice([1, 8, 32]))
-    a = quarters(random, shape, random.choice(RIGHT + INTEGERS))
+    exact = [torch.float32, torch.float16]  # a sum of bfloat16s depends on its order
+    a = quarters(random, shape, random.choice((exact if "sum" in expression else RIGHT) + INTEGERS))
     agree(expression, a, a[:1, :1], 0.5, 2, shape)
 
 
