@@ -829,16 +829,12 @@ print(len(interpreted), "rows of Triton's interpreter, all within the tolerance:
 # compiled.
 
 # %%
-from contextlib import suppress
-
-cards = {}
-with suppress(ValueError):  # as long as nobody has recorded one
-    run = today.data("agreement_h200")
-    rows = [AgreementRow(**row) for row in run["rows"]]
-    cards[run["device"]] = [row for row in rows if row.engine == "compiled"]
-    print(*(run[key] for key in ("device", "driver", "platform", "date")), sep=", ")
-    print(f"torch {run['torch']}, triton {run['triton']}: {run['command']}")
-    assert all(row.agrees for row in rows)
+run = today.data("agreement_h200")
+rows = [AgreementRow(**row) for row in run["rows"]]
+cards = {run["device"]: [row for row in rows if row.engine == "compiled"]}
+print(*(run[key] for key in ("device", "driver", "platform", "date")), sep=", ")
+print(f"torch {run['torch']}, triton {run['triton']}: {run['command']}")
+assert all(row.agrees for row in rows)
 
 # %%
 # NBVAL_IGNORE_OUTPUT
