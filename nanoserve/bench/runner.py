@@ -34,6 +34,7 @@ MODELS = {  # of a model, a read needs only the shape
 }
 HISTORIES = tuple(64 << i for i in range(9))  # 64 to 16,384 tokens
 ROTATED = 128 << 20  # bytes read before a layer comes round again: twice what an H200's L2 holds
+DATA = Path("notebooks/data")  # in a clone, where a run is recorded
 
 Read = Callable[[int], torch.Tensor]  # one layer's attention of one new token
 
@@ -168,7 +169,7 @@ class RecordedRun:
     def save(self, folder: Path) -> Path:
         """Write the run as JSON; ValueError where there is no such folder."""
         if not folder.is_dir():
-            raise ValueError(f"there is no folder {folder.name!r}: record in a clone of the course")
+            raise ValueError(f"no folder {folder.as_posix()} here: record at the root of a clone")
         path = folder / self.file
         path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
         return path
@@ -288,8 +289,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (ValueError, RuntimeError, AssertionError) as error:  # torch's, where there is no card
         parser.exit(2, f"{parser.prog}: {error}\n")
 
-
-DATA = Path(__file__).parents[2] / "notebooks" / "data"
 
 if __name__ == "__main__":
     main()

@@ -105,6 +105,7 @@ today.check(read_paths)
 
 # %%
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 from nanoserve.bench.decode import WrongAnswer
 
@@ -116,6 +117,7 @@ MODELS = {  # of a model, a read needs only the shape
 }
 HISTORIES = tuple(64 << i for i in range(9))  # 64 to 16,384 tokens
 ROTATED = 128 << 20  # bytes read before a layer comes round again: twice what an H200's L2 holds
+DATA = Path("notebooks/data")  # in a clone, where a run is recorded
 Read = Callable[[int], torch.Tensor]  # one layer's attention of one new token
 
 
@@ -309,7 +311,6 @@ import subprocess
 import sys
 from datetime import date
 from importlib import metadata
-from pathlib import Path
 
 from nanoserve.bench.scaling import ScalingFit, fit_scaling
 from nanoserve.kernels.dispatch import select_backend
@@ -349,7 +350,7 @@ class RecordedRun:
     def save(self, folder: Path) -> Path:
         """Write the run as JSON; ValueError where there is no such folder."""
         if not folder.is_dir():
-            raise ValueError(f"there is no folder {folder.name!r}: record in a clone of the course")
+            raise ValueError(f"no folder {folder.as_posix()} here: record at the root of a clone")
         path = folder / self.file
         path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
         return path
@@ -522,7 +523,7 @@ def draw(ax, rows, roof, names, title):
     floor = [row.bytes / roof * 1e6 for row in rows if row.path == "gather"]
     ax.plot(at, floor, color=COLOURS["limit"], linewidth=1.5)
     label_line(
-        ax, at[len(at) // 2], floor[len(at) // 2], "reading the bytes", COLOURS["limit"], "below"
+        ax, at[len(at) // 2], 0.4 * floor[len(at) // 2], "reading the bytes", COLOURS["limit"]
     )
     log2_axis(ax)
     ax.set_yscale("log")
