@@ -920,7 +920,8 @@ def load(pointer: Value, mask: Operand | None = None, other: Operand | None = No
     Without `other` those hold nothing one may rely on: NaN here, where the dtype has it. Where the
     last axis is a ramp, rows are read whole. Hints about caches are taken and ignored.
     """
-    masked = mask is not None
+    if other is not None and mask is None:
+        raise fault("tl.load takes `other` only with a mask")
     mask, live = _access("load", pointer, mask)
     flat, first = pointer.buffer.flat, pointer.data
     width = pointer.shape[-1] if pointer.ramp else 1
@@ -930,8 +931,6 @@ def load(pointer: Value, mask: Operand | None = None, other: Operand | None = No
         data = flat[pointer.lanes.clamp(0, len(flat) - 1)]
     else:
         data = flat.new_zeros(())
-    if other is not None and not masked:
-        raise fault("tl.load takes `other` only with a mask")
     if mask is not None:
         if other is None:
             other = torch.nan if flat.is_floating_point() else 0
@@ -1375,8 +1374,9 @@ def _translate(x: Any, use: str = "") -> Any:
     """What an object of the kernel's surroundings is in tlsim; refused where Triton refuses it."""
     home, kind = getattr(x, "__module__", None) or "", type(x)
     if isinstance(x, ModuleType):
-        ours = {"triton.language": language, "triton": _TRITON, __package__: _TRITON}
-        return ours.get(x.__name__, x)
+        if x.__name__.startswith("triton.language"):
+            return language
+        return _TRITON if x.__name__ in ("triton", __package__) else x
     if kind.__name__ == "constexpr":
         return x.value
     if kind.__module__.startswith("triton.language"):  # tl.float32 and the like
