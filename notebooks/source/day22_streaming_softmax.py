@@ -492,12 +492,12 @@ class Loop:
         start, stop, step = self.bounds.start, self.bounds.stop, self.bounds.step
         wave, distance = current(), stop.data - start.data
         turns = torch.div(distance + step.data - 1, step.data, rounding_mode="floor").clamp(min=0)
-        outer, shortest = wave.active, int(turns.min())
+        if (outer := wave.active) is not None:
+            turns = torch.where(outer, turns, 0)
+        shortest = int(turns.min())
         try:
             for turn in range(int(turns.max())):
-                self.active = None if turn < shortest else turns > turn
-                both = [x for x in (outer, self.active) if x is not None]
-                wave.active = both[0] & both[-1] if both else None
+                wave.active = self.active = None if turn < shortest else turns > turn
                 yield start + step * turn
         finally:
             wave.active = outer
