@@ -108,7 +108,7 @@ def test_the_stepper_draws_every_tile_and_step():
         for tiles, tile in ((0, 4), (1, 1), (2, 6), (5, 3), (12, 1)):
             figure = _draw_stepper(tiles, tile, scores)
             assert len(figure.axes) == 2
-    assert "acc / l = 0.595" in _draw_stepper(3, 4, "as they come").axes[1].get_title("left")
+    assert "acc / l = 0.602" in _draw_stepper(3, 4, "as they come").axes[1].get_title("left")
 
 
 @pytest.fixture(autouse=True)

@@ -186,6 +186,7 @@ today.check(bytes_per_token)
 # %%
 from nanoserve.cache import NaiveKVCache
 from nanoserve.generate import generate_tokens
+from nanoserve.layers import Cache
 from nanoserve.model import Model, load_model
 from nanoserve.oracle import Oracle, load_oracle
 from nanoserve.sampling import SamplingParams
@@ -242,17 +243,11 @@ def decode_benchmark(
 
 
 def engine_path(model: Model, cached: bool) -> Path:
-    """Our own loop, greedy, as a path of the benchmark."""
+    pass
 
-    def run(prompt: Sequence[int], tokens: int, on_token: Callable[[int], None]) -> list[int]:
-        cache = NaiveKVCache(model.config) if cached else None
-        ids = []
-        for chosen in generate_tokens(model, prompt, SamplingParams(max_tokens=tokens), cache):
-            on_token(chosen.token_id)
-            ids.append(chosen.token_id)
-        return ids
 
-    return run
+def _loop():
+    pass
 
 
 def oracle_path(oracle: Oracle, cached: bool) -> Path:

@@ -392,8 +392,8 @@ del abs, sum, max, min, __getattr__  # uncovers Python's
 # product of torch's over all programs; whoever looks at its lanes has them multiplied out.
 #
 # `summed` names the axes by letters, as `einsum` wants it: `xyzab,xyzab->xyza` multiplies lane by lane and
-# sums over `b`, the axis that is missing at the right. Where a factor is only spread along a summed axis,
-# of size 1 there, einsum would count it once. Then the lanes are multiplied out after all.
+# sums over `b`, the axis that is missing at the right. Where both factors are only spread along a summed
+# axis, of size 1 there, einsum would count them once. Then the lanes are multiplied out after all.
 
 # %%
 import operator
@@ -760,8 +760,9 @@ for kernel in (changing_type, exp_of_halves, twelve_lanes, if_on_a_block, small_
 #    visible` gets `float("-inf")`.
 # 5. Fold.
 #
-# One tile without a loop is a good first step: the first two cases have no more. The check launches your kernel in the simulator, with every load and store checked, and compares it with
-# the reference of Day 18. It also lays NaN into other people's slots.
+# One tile without a loop is a good first step: the first two cases have no more. The check launches your
+# kernel in the simulator, with every load and store checked, and compares it with the reference of Day 18.
+# It also lays NaN into other people's slots.
 
 
 # %%
