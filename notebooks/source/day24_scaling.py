@@ -288,11 +288,15 @@ fig, axes = figure(
     height=4.6, panels=2, xlabel="tokens of history", ylabel="µs for one layer's read"
 )
 micro = {path: [1e6 * t for t in times] for path, times in took.items()}
-for path, colour, where in (("gather", "contiguous", "above"), ("fused", "engine", "below")):
+for path, colour, at, where in (
+    ("gather", "contiguous", 64, "above"),
+    ("fused", "engine", 1_024, "below"),
+):
     axes[0].plot(sweep, micro[path], "o", color=COLOURS[colour])
     axes[0].plot(sweep, [1e6 * fits[path].seconds(n) for n in sweep], color=COLOURS[colour])
     words = f"{path}: {fits[path].exponent:.2f}"
-    label_line(axes[0], 256, 1e6 * fits[path].seconds(256), words, COLOURS[colour], where)
+    height = 1e6 * fits[path].seconds(at) * (1.5 if where == "above" else 0.6)
+    label_line(axes[0], at, height, words, COLOURS[colour], where)
 if (guess := today.guess("exponent")) is not None:
     guessed = [micro["gather"][0] * (n / 16) ** guess for n in sweep]
     axes[0].plot(sweep, guessed, color=COLOURS["prediction"], linestyle=":")
@@ -318,8 +322,8 @@ fig
 # %% [markdown]
 # **The honest reading.** On the left a line for each path, and the dots bow away from it: below in the
 # middle, above at both ends. One exponent for this sweep is an average of two regimes, and neither of
-# them grows that way. On the right the same dots in two parts. The short end is close to flat: there
-# the time is what it takes PyTorch to start a dozen small operations, and a token more is free. The long
+# them grows that way. On the right the same dots in two parts. The short end is much flatter: there most of
+# the time is what it takes PyTorch to start a dozen small operations, and a token more is nearly free. The long
 # end is close to linear: there the bytes rule, and twice the bytes take twice as long.
 #
 # So: quote the exponent **with its range**, and the cost of a token **at the longest history**. And the two paths?

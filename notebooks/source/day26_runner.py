@@ -523,7 +523,7 @@ def draw(ax, rows, roof, names, title):
     floor = [row.bytes / roof * 1e6 for row in rows if row.path == "gather"]
     ax.plot(at, floor, color=COLOURS["limit"], linewidth=1.5)
     label_line(
-        ax, at[len(at) // 2], 0.4 * floor[len(at) // 2], "reading the bytes", COLOURS["limit"]
+        ax, at[len(at) // 2], 0.4 * floor[len(at) // 2], "reading\nthe bytes", COLOURS["limit"]
     )
     log2_axis(ax)
     ax.set_yscale("log")
@@ -629,8 +629,8 @@ fig
 # to do, however long the history is, and each busy one walks through all of it alone. The query heads that share a KV
 # head read the same keys again, each for itself. The gather moves five times the bytes, but with the whole card.
 #
-# And the whole sweep's exponent? Near 0, "flat", with a misfit of about 2: true of no part of it. From 4,096 on it is another
-# number. Day 24 said so.
+# And the kernel's exponent over the whole sweep? "Flat", and true of no part of it: look at the misfit beside it, and at
+# the exponent of the last three histories. Day 24 said so.
 #
 # That is no failure of the week. The kernel is right, on every engine, in the engine's own path, and the number is on the wall.
 # Week 7 takes the two causes one at a time: share the keys between heads, then split the history between programs.
