@@ -5,6 +5,7 @@ A layer's weights are a dictionary by the checkpoint's own names, without "model
 """
 
 import math
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 
 from nanoserve.config import ModelConfig
 
-QUERY_TILE = 128  # queries that attend at once: enough to fill a matmul, few enough to skip keys
+TILE_BYTES = 512  # what one key's scores take in a tile: 128 queries of float32, 256 of bfloat16
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -78,6 +79,33 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     return (out if bias is None else out + bias).view(*x.shape[:-1], -1)
 
 
+def linears(
+    x: torch.Tensor, weights: Sequence[torch.Tensor], bias: torch.Tensor | None = None
+) -> tuple[torch.Tensor, ...]:
+    """x [..., in] times each of several weights [out_i, in] -> a tuple of [..., out_i].
+
+    Weights that lie one behind another in memory, as `join_rows` leaves them, are one matrix and
+    take one product; any others take one each. `bias` [sum of out_i] holds theirs in a row.
+    """
+    sizes = [len(weight) for weight in weights]
+    joined = _joined(weights)
+    if joined is not None:
+        return linear(x, joined, bias).split(sizes, dim=-1)
+    parts = (None,) * len(weights) if bias is None else bias.split(sizes)
+    return tuple(linear(x, *pair) for pair in zip(weights, parts, strict=True))
+
+
+def _joined(weights: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """The matrix of all their rows, a view, if these weights [out_i, in] lie so in one storage."""
+    first, end = weights[0], weights[0].data_ptr()
+    storage = first.untyped_storage().data_ptr()
+    for weight in weights:
+        if weight.data_ptr() != end or weight.untyped_storage().data_ptr() != storage:
+            return None
+        end += weight.nbytes
+    return first.as_strided((sum(map(len, weights)), first.shape[1]), first.stride())
+
+
 def swiglu(
     x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor
 ) -> torch.Tensor:
@@ -85,8 +113,8 @@ def swiglu(
 
     x [..., hidden]; gate, up [intermediate, hidden]; down [hidden, intermediate] -> [..., hidden].
     """
-    h = F.silu(linear(x, gate), inplace=True)  # in place: nobody else holds this tensor
-    return linear(h.mul_(linear(x, up)), down)
+    gated, h = linears(x, (gate, up))
+    return linear(F.silu(gated, inplace=True) * h, down)  # in place: nobody else holds this tensor
 
 
 def sdpa(
@@ -97,37 +125,46 @@ def sdpa(
     q [batch, n_q, seq_q, head_dim]; k, v [batch, n_kv, seq_total, head_dim], the queries being the
     last seq_q of seq_total positions -> [batch, n_q, seq_q, head_dim]. Query head h reads KV head
     h // n_rep, by a view. `scale` defaults to head_dim ** -0.5. A tile never touches a key that
-    none of its queries may see.
+    none of its queries may see; a single query attends in float32.
     """
     batch, n_q, seq_q, head_dim = q.shape
     n_kv, seq_total = k.shape[1:3]
-    q = q * (head_dim**-0.5 if scale is None else scale)  # fewer numbers to scale than scores
-    q = q.reshape(batch * n_kv, n_q // n_kv, seq_q, head_dim)  # the heads that share keys, together
     k, v = k.flatten(0, 1), v.flatten(0, 1)  # [batch * n_kv, seq_total, head_dim]
+    grouped = (batch * n_kv, n_q // n_kv, seq_q, head_dim)  # the heads that share keys, together
+    scale = head_dim**-0.5 if scale is None else scale
+    if seq_q == 1:  # as much work as reading k and v: a product of 16-bit rows would copy them
+        weights = q.float().reshape(grouped).flatten(1, 2).mul(scale) @ k.float().transpose(1, 2)
+        return (weights.softmax(dim=-1) @ v.float()).to(q.dtype).view(q.shape)
+    q = (q * scale).reshape(grouped)  # fewer numbers to scale than scores
     out = torch.empty_like(q)
-    # one tile's scores and weights, used again by the next: fresh memory is slow to touch
-    room = q.new_empty(2, batch * n_q * min(seq_q, QUERY_TILE) * seq_total)
-    for start in range(0, seq_q, QUERY_TILE):
-        tile = slice(start, min(start + QUERY_TILE, seq_q))
+    size = min(seq_q, TILE_BYTES // q.itemsize)
+    future = q.new_full((size, size), -torch.inf).triu_(1)  # added to the scores: 0 or -inf
+    # one tile's scores, used again by the next: fresh memory is slow to touch
+    room = q.new_empty(batch * n_q * size * seq_total)
+    for start in range(0, seq_q, size):
+        tile = slice(start, min(start + size, seq_q))
         keys = seq_total - seq_q + tile.stop
-        out[:, :, tile] = _attend(q[:, :, tile], k[:, :keys], v[:, :keys], room)
+        out[:, :, tile] = _attend(q[:, :, tile], k[:, :keys], v[:, :keys], future, room)
     return out.view(batch, n_q, seq_q, head_dim)
 
 
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, future: torch.Tensor, room: torch.Tensor
+) -> torch.Tensor:
     """One tile: q [groups, n_rep, tile, head_dim], scaled; k, v [groups, keys, head_dim] -> as q.
 
-    `room` is [2, at least groups * n_rep * tile * keys] numbers to work in.
+    `future` [at least tile, at least tile] masks the last keys; `room` is numbers to work in, at
+    least groups * n_rep * tile * keys. Keys and values are packed first: from a strip with gaps,
+    PyTorch's 16-bit product would make its own copy, slowly.
     """
     groups, n_rep, tile, _ = q.shape
-    shape = (groups, n_rep * tile, k.shape[1])
-    scores, weights = (numbers[: math.prod(shape)].view(shape) for numbers in room)
-    torch.bmm(q.flatten(1, 2), k.transpose(1, 2), out=scores)
-    if tile > 1:
-        future = torch.ones(tile, tile, dtype=torch.bool, device=q.device).triu_(1)
-        scores.unflatten(1, (n_rep, tile))[..., -tile:].masked_fill_(future, -torch.inf)
-    torch.softmax(scores, dim=-1, out=weights)  # summed in float32, whatever the dtype
-    return torch.bmm(weights, v).view(q.shape)
+    shape = (groups, n_rep, tile, k.shape[1])
+    scores = room[: math.prod(shape)].view(shape)
+    rows = scores.flatten(1, 2)  # [groups, n_rep * tile, keys], the same memory
+    torch.bmm(q.flatten(1, 2), k.contiguous().transpose(1, 2), out=rows)
+    scores[..., -tile:].add_(future[:tile, :tile])
+    torch.softmax(rows, dim=-1, out=rows)  # in place; summed in float32, whatever the dtype
+    return torch.bmm(rows, v.contiguous()).view(q.shape)
 
 
 class Cache(Protocol):
@@ -158,9 +195,10 @@ def gqa_attention(
     A cache takes this step's keys and values as layer `index`'s; then it gives back the whole
     history, or attends itself where it can.
     """
-    q = _heads(_linear(x, layer, "self_attn.q_proj"), config.n_q)  # [batch, n_q, seq, head_dim]
-    k = _heads(_linear(x, layer, "self_attn.k_proj"), config.n_kv)
-    v = _heads(_linear(x, layer, "self_attn.v_proj"), config.n_kv)
+    names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    bias = torch.cat([layer[f"{name}.bias"] for name in names]) if config.qkv_bias else None
+    q, k, v = linears(x, [layer[f"{name}.weight"] for name in names], bias)
+    q, k, v = _heads(q, config.n_q), _heads(k, config.n_kv), _heads(v, config.n_kv)
     if config.qk_norm:  # Qwen3: each head's query and key are normalised before they turn
         q = rms_norm(q, layer["self_attn.q_norm.weight"], config.norm_eps)
         k = rms_norm(k, layer["self_attn.k_norm.weight"], config.norm_eps)

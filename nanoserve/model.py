@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from nanoserve.config import ModelConfig, load_config
 from nanoserve.fetch import resolve
 from nanoserve.layers import Cache, block, linear, rms_norm, rope_tables
-from nanoserve.weights import load_weights
+from nanoserve.weights import join_rows, load_weights
 
 
 class Model:
@@ -92,4 +92,6 @@ def load_model(
     """
     path = resolve(source)
     config = load_config(path)
-    return Model(config, load_weights(path, config, dtype, device))
+    weights = load_weights(path, config, dtype, device)
+    join_rows(weights, config)
+    return Model(config, weights)
