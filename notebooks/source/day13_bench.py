@@ -478,18 +478,24 @@ for tile in (1_024, 512, 128, 32):
 # 32 saves hardly more than 128. Which is the fastest depends on the machine; over a whole
 # prompt of 1,024 tokens in float32, 96 and 128 were the best of those tried on ours.
 #
-# Here is `sdpa` in its final form. The sum is Day 6's, with three differences that change no more than
+# Here is `sdpa` in its final form. The sum is Day 6's, with differences that change no more than
 # the last digit:
 #
-# - Inside a tile, only the last square needs a mask; all keys before it are visible.
+# - Inside a tile, only the last square needs a mask; all keys before it are visible. The mask is
+#   added, 0 or minus infinity, and made once.
 # - The scale is put on the queries, which are fewer than the scores: 64 numbers a query, not 1,024.
-# - The scores and weights of every tile go into one room. Memory that is asked for afresh has to be
-#   made ready page by page, and that takes time.
+# - The scores of every tile go into one room, and their weights into the same place. Memory that is
+#   asked for afresh has to be made ready page by page, and that takes time.
+# - A tile is counted in bytes: 128 queries of float32, or 256 of bfloat16.
+# - A single query, as in decode, attends in float32. It does one multiplication for each number of the
+#   history that it reads, so the number's size hardly matters; but PyTorch's 16-bit product wants its
+#   matrices without gaps, and copies a strip that has some, slowly. In bfloat16, thirty layers' attention
+#   over 1,024 tokens took less than half as long afterwards.
 
 
 # %% jupyter={"source_hidden": true}
 # lands in nanoserve/layers.py
-QUERY_TILE = 128  # queries that attend at once: enough to fill a matmul, few enough to skip keys
+TILE_BYTES = 512  # what one key's scores take in a tile: 128 queries of float32, 256 of bfloat16
 
 
 def sdpa(
@@ -500,37 +506,46 @@ def sdpa(
     q [batch, n_q, seq_q, head_dim]; k, v [batch, n_kv, seq_total, head_dim], the queries being the
     last seq_q of seq_total positions -> [batch, n_q, seq_q, head_dim]. Query head h reads KV head
     h // n_rep, by a view. `scale` defaults to head_dim ** -0.5. A tile never touches a key that
-    none of its queries may see.
+    none of its queries may see; a single query attends in float32.
     """
     batch, n_q, seq_q, head_dim = q.shape
     n_kv, seq_total = k.shape[1:3]
-    q = q * (head_dim**-0.5 if scale is None else scale)  # fewer numbers to scale than scores
-    q = q.reshape(batch * n_kv, n_q // n_kv, seq_q, head_dim)  # the heads that share keys, together
     k, v = k.flatten(0, 1), v.flatten(0, 1)  # [batch * n_kv, seq_total, head_dim]
+    grouped = (batch * n_kv, n_q // n_kv, seq_q, head_dim)  # the heads that share keys, together
+    scale = head_dim**-0.5 if scale is None else scale
+    if seq_q == 1:  # as much work as reading k and v: a product of 16-bit rows would copy them
+        weights = q.float().reshape(grouped).flatten(1, 2).mul(scale) @ k.float().transpose(1, 2)
+        return (weights.softmax(dim=-1) @ v.float()).to(q.dtype).view(q.shape)
+    q = (q * scale).reshape(grouped)  # fewer numbers to scale than scores
     out = torch.empty_like(q)
-    # one tile's scores and weights, used again by the next: fresh memory is slow to touch
-    room = q.new_empty(2, batch * n_q * min(seq_q, QUERY_TILE) * seq_total)
-    for start in range(0, seq_q, QUERY_TILE):
-        tile = slice(start, min(start + QUERY_TILE, seq_q))
+    size = min(seq_q, TILE_BYTES // q.itemsize)
+    future = q.new_full((size, size), -torch.inf).triu_(1)  # added to the scores: 0 or -inf
+    # one tile's scores, used again by the next: fresh memory is slow to touch
+    room = q.new_empty(batch * n_q * size * seq_total)
+    for start in range(0, seq_q, size):
+        tile = slice(start, min(start + size, seq_q))
         keys = seq_total - seq_q + tile.stop
-        out[:, :, tile] = _attend(q[:, :, tile], k[:, :keys], v[:, :keys], room)
+        out[:, :, tile] = _attend(q[:, :, tile], k[:, :keys], v[:, :keys], future, room)
     return out.view(batch, n_q, seq_q, head_dim)
 
 
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, future: torch.Tensor, room: torch.Tensor
+) -> torch.Tensor:
     """One tile: q [groups, n_rep, tile, head_dim], scaled; k, v [groups, keys, head_dim] -> as q.
 
-    `room` is [2, at least groups * n_rep * tile * keys] numbers to work in.
+    `future` [at least tile, at least tile] masks the last keys; `room` is numbers to work in, at
+    least groups * n_rep * tile * keys. Keys and values are packed first: from a strip with gaps,
+    PyTorch's 16-bit product would make its own copy, slowly.
     """
     groups, n_rep, tile, _ = q.shape
-    shape = (groups, n_rep * tile, k.shape[1])
-    scores, weights = (numbers[: math.prod(shape)].view(shape) for numbers in room)
-    torch.bmm(q.flatten(1, 2), k.transpose(1, 2), out=scores)
-    if tile > 1:
-        future = torch.ones(tile, tile, dtype=torch.bool, device=q.device).triu_(1)
-        scores.unflatten(1, (n_rep, tile))[..., -tile:].masked_fill_(future, -torch.inf)
-    torch.softmax(scores, dim=-1, out=weights)  # summed in float32, whatever the dtype
-    return torch.bmm(weights, v).view(q.shape)
+    shape = (groups, n_rep, tile, k.shape[1])
+    scores = room[: math.prod(shape)].view(shape)
+    rows = scores.flatten(1, 2)  # [groups, n_rep * tile, keys], the same memory
+    torch.bmm(q.flatten(1, 2), k.contiguous().transpose(1, 2), out=rows)
+    scores[..., -tile:].add_(future[:tile, :tile])
+    torch.softmax(rows, dim=-1, out=rows)  # in place; summed in float32, whatever the dtype
+    return torch.bmm(rows, v.contiguous()).view(q.shape)
 
 
 # %% [markdown]
@@ -540,13 +555,13 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, room: torch.Tenso
 
 # %%
 def in_tiles_of(tile, q, k, v):
-    """sdpa with another size of tile."""
-    global QUERY_TILE
-    usual, QUERY_TILE = QUERY_TILE, tile
+    """sdpa with another size of tile, in float32 queries."""
+    global TILE_BYTES
+    usual, TILE_BYTES = TILE_BYTES, 4 * tile
     try:
         return sdpa(q, k, v)
     finally:
-        QUERY_TILE = usual
+        TILE_BYTES = usual
 
 
 generator = torch.Generator().manual_seed(13)
@@ -597,7 +612,131 @@ fig
 # What it does not show: attention is one part of prefill, and at 1,024 tokens the matrix products of the
 # MLP take longer. For decode nothing changes at all; one query is one tile. Day 22 goes one step
 # further, and tiles the keys as well.
+
+# %% [markdown]
+# ## One product for five
 #
+# A decode step reads every weight once, so what is left to win is the rest: each product has a price to
+# start, and a small matrix, such as k's 192 rows, shares out badly between the cores. In a block, q, k
+# and v multiply the same `x`, and so do gate and up. Lay their rows one behind another, and two products
+# do the work of five.
+#
+# Weights stay names. `join_rows` replaces them by views of one larger tensor: same names, same values,
+# same number of bytes. `linears` looks whether the weights it is handed lie so, and then multiplies once.
+
+# %%
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch.nn.functional as F
+
+from nanoserve.config import ModelConfig, load_config
+from nanoserve.fetch import resolve
+from nanoserve.layers import linear
+from nanoserve.model import Model
+from nanoserve.weights import load_weights
+
+
+# %% jupyter={"source_hidden": true}
+# lands in nanoserve/weights.py
+def join_rows(weights: dict[str, torch.Tensor], config: ModelConfig) -> None:
+    """Lay the weights that read the same input one behind another, layer by layer, in place.
+
+    Afterwards q, k and v, and gate and up, are views of the rows of one tensor: the same names,
+    shapes and values, and a layer's worth of memory more while it is copied.
+    """
+    for i in range(config.num_layers):
+        for part, letters in (("self_attn", ("q", "k", "v")), ("mlp", ("gate", "up"))):
+            names = [f"model.layers.{i}.{part}.{letter}_proj.weight" for letter in letters]
+            rows = [weights[name] for name in names]
+            weights.update(zip(names, torch.cat(rows).split([len(w) for w in rows]), strict=True))
+
+
+# %% jupyter={"source_hidden": true}
+# lands in nanoserve/layers.py
+def linears(
+    x: torch.Tensor, weights: Sequence[torch.Tensor], bias: torch.Tensor | None = None
+) -> tuple[torch.Tensor, ...]:
+    """x [..., in] times each of several weights [out_i, in] -> a tuple of [..., out_i].
+
+    Weights that lie one behind another in memory, as `join_rows` leaves them, are one matrix and
+    take one product; any others take one each. `bias` [sum of out_i] holds theirs in a row.
+    """
+    sizes = [len(weight) for weight in weights]
+    joined = _joined(weights)
+    if joined is not None:
+        return linear(x, joined, bias).split(sizes, dim=-1)
+    parts = (None,) * len(weights) if bias is None else bias.split(sizes)
+    return tuple(linear(x, *pair) for pair in zip(weights, parts, strict=True))
+
+
+def _joined(weights: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """The matrix of all their rows, a view, if these weights [out_i, in] lie so in one storage."""
+    first, end = weights[0], weights[0].data_ptr()
+    storage = first.untyped_storage().data_ptr()
+    for weight in weights:
+        if weight.data_ptr() != end or weight.untyped_storage().data_ptr() != storage:
+            return None
+        end += weight.nbytes
+    return first.as_strided((sum(map(len, weights)), first.shape[1]), first.stride())
+
+
+# %% [markdown]
+# `swiglu` asks for both at once, and a model is joined when it is loaded. (In `gqa_attention`, q, k and
+# v are three lines until Day 19 brings its last form.)
+
+
+# %% jupyter={"source_hidden": true}
+# lands in nanoserve/layers.py
+def swiglu(
+    x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor
+) -> torch.Tensor:
+    """The gated MLP, down(silu(gate x) * up x) (Shazeer 2020, section 2).
+
+    x [..., hidden]; gate, up [intermediate, hidden]; down [hidden, intermediate] -> [..., hidden].
+    """
+    gated, h = linears(x, (gate, up))
+    return linear(F.silu(gated, inplace=True) * h, down)  # in place: nobody else holds this tensor
+
+
+# %% jupyter={"source_hidden": true}
+# lands in nanoserve/model.py
+def load_model(
+    source: str | Path = "smollm2",
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+) -> Model:
+    """Load "smollm2" (fetched on first use), a folder, a .gguf file or a hub id.
+
+    Raises ValueError, naming it, for whatever the engine does not support or finds broken.
+    """
+    path = resolve(source)
+    config = load_config(path)
+    weights = load_weights(path, config, dtype, device)
+    join_rows(weights, config)
+    return Model(config, weights)
+
+
+# %%
+generator = torch.Generator().manual_seed(13)
+qkv = torch.randn(960, 576, generator=generator)
+joined = qkv.split((576, 192, 192))
+apart = [weight.clone() for weight in joined]
+token = torch.randn(1, 1, 576, generator=generator)
+pairs = zip(linears(token, joined), linears(token, apart), strict=True)
+same = all(torch.allclose(one, three, atol=1e-4) for one, three in pairs)
+print("one product gives what three give:", same)
+assert same
+
+# %%
+# NBVAL_IGNORE_OUTPUT
+ways = {"joined": joined, "apart": apart}
+took = median_times({way: lambda rows=rows: linears(token, rows) for way, rows in ways.items()}, 50)
+print(
+    f"q, k and v of one token: {took['apart'] * 1e6:.0f} µs apart, {took['joined'] * 1e6:.0f} joined"
+)
+
+# %% [markdown]
 # ## Your answer is the engine
 #
 # The roof as your own count has it: inside `today.mine()` the package's benchmark uses your

@@ -118,7 +118,7 @@ class PagedKVCache(PagedKVCache):
 
 # %%
 from nanoserve.config import ModelConfig
-from nanoserve.layers import Cache, _heads, _linear, apply_rope, rms_norm, sdpa
+from nanoserve.layers import Cache, _heads, _linear, apply_rope, linears, rms_norm, sdpa
 
 
 # %%
@@ -139,7 +139,8 @@ today.check(gqa_attention)
 
 # %% [markdown]
 # This is the last form of a function that has been with you since Day 6. Nothing in it knows of blocks
-# or slots, and nothing in it will know which kernel ran.
+# or slots, and nothing in it will know which kernel ran. It asks for q, k and v by Day 13's `linears`:
+# one product, where their rows lie one behind another.
 
 
 # %% jupyter={"source_hidden": true}
@@ -159,9 +160,10 @@ def gqa_attention(
     A cache takes this step's keys and values as layer `index`'s; then it gives back the whole
     history, or attends itself where it can.
     """
-    q = _heads(_linear(x, layer, "self_attn.q_proj"), config.n_q)  # [batch, n_q, seq, head_dim]
-    k = _heads(_linear(x, layer, "self_attn.k_proj"), config.n_kv)
-    v = _heads(_linear(x, layer, "self_attn.v_proj"), config.n_kv)
+    names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    bias = torch.cat([layer[f"{name}.bias"] for name in names]) if config.qkv_bias else None
+    q, k, v = linears(x, [layer[f"{name}.weight"] for name in names], bias)
+    q, k, v = _heads(q, config.n_q), _heads(k, config.n_kv), _heads(v, config.n_kv)
     if config.qk_norm:  # Qwen3: each head's query and key are normalised before they turn
         q = rms_norm(q, layer["self_attn.q_norm.weight"], config.norm_eps)
         k = rms_norm(k, layer["self_attn.k_norm.weight"], config.norm_eps)
