@@ -5,7 +5,6 @@ A layer's weights are a dictionary by the checkpoint's own names, without "model
 """
 
 import math
-from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -13,7 +12,7 @@ import torch.nn.functional as F
 
 from nanoserve.config import ModelConfig
 
-TILE_BYTES = 512  # what one key's scores take in a tile: 128 queries of float32, 256 of bfloat16
+QUERY_TILE = 128  # queries that attend at once: enough to fill a matmul, few enough to skip keys
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -79,33 +78,6 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     return (out if bias is None else out + bias).view(*x.shape[:-1], -1)
 
 
-def linears(
-    x: torch.Tensor, weights: Sequence[torch.Tensor], bias: torch.Tensor | None = None
-) -> tuple[torch.Tensor, ...]:
-    """x [..., in] times each of several weights [out_i, in] -> a tuple of [..., out_i].
-
-    Weights that lie one behind another in memory, as `join_rows` leaves them, are one matrix and
-    take one product; any others take one each. `bias` [sum of out_i] holds theirs in a row.
-    """
-    sizes = [len(weight) for weight in weights]
-    joined = _joined(weights)
-    if joined is not None:
-        return linear(x, joined, bias).split(sizes, dim=-1)
-    parts = (None,) * len(weights) if bias is None else bias.split(sizes)
-    return tuple(linear(x, *pair) for pair in zip(weights, parts, strict=True))
-
-
-def _joined(weights: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """The matrix of all their rows, a view, if these weights [out_i, in] lie so in one storage."""
-    first, end = weights[0], weights[0].data_ptr()
-    storage = first.untyped_storage().data_ptr()
-    for weight in weights:
-        if weight.data_ptr() != end or weight.untyped_storage().data_ptr() != storage:
-            return None
-        end += weight.nbytes
-    return first.as_strided((sum(map(len, weights)), first.shape[1]), first.stride())
-
-
 def swiglu(
     x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor
 ) -> torch.Tensor:
@@ -113,8 +85,8 @@ def swiglu(
 
     x [..., hidden]; gate, up [intermediate, hidden]; down [hidden, intermediate] -> [..., hidden].
     """
-    gated, h = linears(x, (gate, up))
-    return linear(F.silu(gated, inplace=True) * h, down)  # in place: nobody else holds this tensor
+    h = F.silu(linear(x, gate), inplace=True)  # in place: nobody else holds this tensor
+    return linear(h.mul_(linear(x, up)), down)
 
 
 def sdpa(
@@ -129,42 +101,38 @@ def sdpa(
     """
     batch, n_q, seq_q, head_dim = q.shape
     n_kv, seq_total = k.shape[1:3]
-    k, v = k.flatten(0, 1), v.flatten(0, 1)  # [batch * n_kv, seq_total, head_dim]
-    grouped = (batch * n_kv, n_q // n_kv, seq_q, head_dim)  # the heads that share keys, together
     scale = head_dim**-0.5 if scale is None else scale
-    if seq_q == 1:  # as much work as reading k and v: a product of 16-bit rows would copy them
-        weights = q.float().reshape(grouped).flatten(1, 2).mul(scale) @ k.float().transpose(1, 2)
-        return (weights.softmax(dim=-1) @ v.float()).to(q.dtype).view(q.shape)
-    q = (q * scale).reshape(grouped)  # fewer numbers to scale than scores
+    if seq_q == 1:  # nothing to mask, and hardly more work than reading k and v
+        rows = q.float().reshape(batch, n_kv, n_q // n_kv, head_dim) * scale
+        weights = (rows @ k.float().transpose(2, 3)).softmax(dim=-1)
+        return (weights @ v.float()).to(q.dtype).view(q.shape)
+    q = q * scale  # fewer numbers to scale than scores
+    q = q.reshape(batch * n_kv, n_q // n_kv, seq_q, head_dim)  # the heads that share keys, together
+    k, v = k.flatten(0, 1), v.flatten(0, 1)  # [batch * n_kv, seq_total, head_dim]
     out = torch.empty_like(q)
-    size = min(seq_q, TILE_BYTES // q.itemsize)
-    future = q.new_full((size, size), -torch.inf).triu_(1)  # added to the scores: 0 or -inf
     # one tile's scores, used again by the next: fresh memory is slow to touch
-    room = q.new_empty(batch * n_q * size * seq_total)
-    for start in range(0, seq_q, size):
-        tile = slice(start, min(start + size, seq_q))
+    room = q.new_empty(batch * n_q * min(seq_q, QUERY_TILE) * seq_total)
+    for start in range(0, seq_q, QUERY_TILE):
+        tile = slice(start, min(start + QUERY_TILE, seq_q))
         keys = seq_total - seq_q + tile.stop
-        out[:, :, tile] = _attend(q[:, :, tile], k[:, :keys], v[:, :keys], future, room)
+        out[:, :, tile] = _attend(q[:, :, tile], k[:, :keys], v[:, :keys], room)
     return out.view(batch, n_q, seq_q, head_dim)
 
 
-def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, future: torch.Tensor, room: torch.Tensor
-) -> torch.Tensor:
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
     """One tile: q [groups, n_rep, tile, head_dim], scaled; k, v [groups, keys, head_dim] -> as q.
 
-    `future` [at least tile, at least tile] masks the last keys; `room` is numbers to work in, at
-    least groups * n_rep * tile * keys. Keys and values are packed first: from a strip with gaps,
-    PyTorch's 16-bit product would make its own copy, slowly.
+    `room` is at least groups * n_rep * tile * keys numbers to work in.
     """
     groups, n_rep, tile, _ = q.shape
-    shape = (groups, n_rep, tile, k.shape[1])
+    shape = (groups, n_rep * tile, k.shape[1])
     scores = room[: math.prod(shape)].view(shape)
-    rows = scores.flatten(1, 2)  # [groups, n_rep * tile, keys], the same memory
-    torch.bmm(q.flatten(1, 2), k.contiguous().transpose(1, 2), out=rows)
-    scores[..., -tile:].add_(future[:tile, :tile])
-    torch.softmax(rows, dim=-1, out=rows)  # in place; summed in float32, whatever the dtype
-    return torch.bmm(rows, v.contiguous()).view(q.shape)
+    torch.bmm(q.flatten(1, 2), k.transpose(1, 2), out=scores)
+    if tile > 1:
+        future = torch.ones(tile, tile, dtype=torch.bool, device=q.device).triu_(1)
+        scores.unflatten(1, (n_rep, tile))[..., -tile:].masked_fill_(future, -torch.inf)
+    weights = torch.softmax(scores, dim=-1, out=scores)  # summed in float32, whatever the dtype
+    return torch.bmm(weights, v).view(q.shape)
 
 
 class Cache(Protocol):
@@ -195,14 +163,14 @@ def gqa_attention(
     A cache takes this step's keys and values as layer `index`'s; then it gives back the whole
     history, or attends itself where it can.
     """
-    names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    bias = torch.cat([layer[f"{name}.bias"] for name in names]) if config.qkv_bias else None
-    q, k, v = linears(x, [layer[f"{name}.weight"] for name in names], bias)
-    q, k, v = _heads(q, config.n_q), _heads(k, config.n_kv), _heads(v, config.n_kv)
+    heads = _heads(_qkv(x, layer), config.n_q + 2 * config.n_kv)  # of q, then of k, then of v
+    qk, v = heads.split([config.n_q + config.n_kv, config.n_kv], dim=1)
     if config.qk_norm:  # Qwen3: each head's query and key are normalised before they turn
+        q, k = qk.split([config.n_q, config.n_kv], dim=1)
         q = rms_norm(q, layer["self_attn.q_norm.weight"], config.norm_eps)
         k = rms_norm(k, layer["self_attn.k_norm.weight"], config.norm_eps)
-    q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+        qk = torch.cat([q, k], dim=1)
+    q, k = apply_rope(qk, cos, sin).split([config.n_q, config.n_kv], dim=1)
     if cache is None:
         out = sdpa(q, k, v)
     elif hasattr(cache, "paged_attention"):  # a cache that reads its own memory
@@ -210,6 +178,16 @@ def gqa_attention(
     else:
         out = sdpa(q, *cache.append(index, k, v))
     return _linear(out.transpose(1, 2).flatten(2), layer, "self_attn.o_proj")
+
+
+def _qkv(x: torch.Tensor, layer: dict[str, torch.Tensor]) -> torch.Tensor:
+    """q, k and v of x in a row, [batch, seq, (n_q + 2 * n_kv) * head_dim].
+
+    One product where the layer has their weights joined (`join_qkv`), else three.
+    """
+    if "self_attn.qkv_proj.weight" in layer:
+        return _linear(x, layer, "self_attn.qkv_proj")
+    return torch.cat([_linear(x, layer, f"self_attn.{letter}_proj") for letter in "qkv"], dim=-1)
 
 
 def _heads(x: torch.Tensor, n: int) -> torch.Tensor:

@@ -102,19 +102,6 @@ def load_weights(
     return weights
 
 
-def join_rows(weights: dict[str, torch.Tensor], config: ModelConfig) -> None:
-    """Lay the weights that read the same input one behind another, layer by layer, in place.
-
-    Afterwards q, k and v, and gate and up, are views of the rows of one tensor: the same names,
-    shapes and values, and a layer's worth of memory more while it is copied.
-    """
-    for i in range(config.num_layers):
-        for part, letters in (("self_attn", ("q", "k", "v")), ("mlp", ("gate", "up"))):
-            names = [f"model.layers.{i}.{part}.{letter}_proj.weight" for letter in letters]
-            rows = [weights[name] for name in names]
-            weights.update(zip(names, torch.cat(rows).split([len(w) for w in rows]), strict=True))
-
-
 def check_shapes(stored: dict[str, StoredTensor], expected: dict[str, tuple[int, ...]]) -> None:
     """Raise ValueError for the first tensor that is missing, surplus or of the wrong shape."""
     for name, shape in expected.items():

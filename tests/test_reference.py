@@ -7,11 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanoserve.kernels.reference import ATOL, RTOL, paged_attention_reference, tolerance
-from nanoserve.layers import TILE_BYTES, sdpa
+from nanoserve.layers import QUERY_TILE, sdpa
 
 HEADS = [(6, 2), (4, 1), (3, 3), (8, 4)]  # n_q, n_kv: GQA, MQA, MHA, GQA
 STEPS = {"decode": (1, 37), "prefill": (37, 37), "continuation": (5, 37)}  # seq_q, seq_total
-TILE = TILE_BYTES // 4  # queries of float32
 LAYOUTS = ("ascending", "descending", "scattered")
 
 
@@ -105,7 +104,7 @@ def test_the_tolerance_of_each_dtype():
     assert tolerance(torch.bfloat16) == (2**-6, 2**-6)
 
 
-@pytest.mark.parametrize("seq_q", [TILE, TILE + 1, 2 * TILE + 3])
+@pytest.mark.parametrize("seq_q", [QUERY_TILE, QUERY_TILE + 1, 2 * QUERY_TILE + 3])
 def test_more_queries_than_a_tile_and_a_history_before_them(seq_q):
     q, k, v = drawn(4, 2, seq_q, seq_q + 21)
     out = paged(q, k, v)

@@ -1,7 +1,6 @@
 """A checkpoint becomes a dictionary of tensors by name, or one clear error."""
 
 import struct
-from itertools import pairwise
 from pathlib import Path
 
 import gguf
@@ -17,7 +16,6 @@ from nanoserve.weights import (
     dequantize_q4_1,
     expected_shapes,
     hf_name,
-    join_rows,
     load_weights,
     unpermute,
 )
@@ -338,30 +336,3 @@ def test_the_converted_model_is_what_transformers_reads_from_the_gguf():
         folder.parent, gguf_file=gguf_path().name, dtype=torch.float32
     )
     assert_same(load(folder), theirs.state_dict())
-
-
-# rows joined
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_joined_rows_keep_every_name_shape_and_value(kind, tmp_path):
-    folder = save(random_model(kind), tmp_path)
-    config = load_config(folder)
-    plain, joined = load_weights(folder, config), load_weights(folder, config)
-    join_rows(joined, config)
-    assert list(joined) == list(plain)
-    assert all(torch.equal(joined[name], weight) for name, weight in plain.items())
-
-
-def test_joined_rows_are_views_of_one_tensor_and_double_no_memory(tmp_path):
-    folder = save(random_model("llama-gqa"), tmp_path)
-    config = load_config(folder)
-    weights = load_weights(folder, config)
-    join_rows(weights, config)
-    for i in range(config.num_layers):
-        for part, letters in (("self_attn", "q k v"), ("mlp", "gate up")):
-            group = [weights[f"model.layers.{i}.{part}.{x}_proj.weight"] for x in letters.split()]
-            assert len({w.untyped_storage().data_ptr() for w in group}) == 1
-            assert group[0].untyped_storage().nbytes() == sum(w.nbytes for w in group)
-            for above, below in pairwise(group):
-                assert below.data_ptr() == above.data_ptr() + above.nbytes

@@ -170,8 +170,6 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     return (out if bias is None else out + bias).view(*x.shape[:-1], -1)
 
 
-# %% jupyter={"source_hidden": true}
-# until day 13: lands in nanoserve/layers.py
 def swiglu(
     x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor
 ) -> torch.Tensor:

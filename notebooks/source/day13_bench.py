@@ -13,7 +13,7 @@
 #
 # **Today** you measure. You build a benchmark that refuses to time a wrong answer, bend the curve of
 # Day 1, and find out what holds the engine up now. Then you cut attention into tiles, so that prefill
-# stops computing what its mask throws away.
+# stops computing what its mask throws away, and make three products of a decode step one.
 
 # %%
 # Set-up: installs nanoserve where it is missing (as on Colab). In your own clone it does nothing.
@@ -478,24 +478,20 @@ for tile in (1_024, 512, 128, 32):
 # 32 saves hardly more than 128. Which is the fastest depends on the machine; over a whole
 # prompt of 1,024 tokens in float32, 96 and 128 were the best of those tried on ours.
 #
-# Here is `sdpa` in its final form. The sum is Day 6's, with differences that change no more than
+# Here is `sdpa` in its final form. The sum is Day 6's, with four differences that change no more than
 # the last digit:
 #
-# - Inside a tile, only the last square needs a mask; all keys before it are visible. The mask is
-#   added, 0 or minus infinity, and made once.
+# - Inside a tile, only the last square needs a mask; all keys before it are visible.
 # - The scale is put on the queries, which are fewer than the scores: 64 numbers a query, not 1,024.
 # - The scores of every tile go into one room, and their weights into the same place. Memory that is
 #   asked for afresh has to be made ready page by page, and that takes time.
-# - A tile is counted in bytes: 128 queries of float32, or 256 of bfloat16.
-# - A single query, as in decode, attends in float32. It does one multiplication for each number of the
-#   history that it reads, so the number's size hardly matters; but PyTorch's 16-bit product wants its
-#   matrices without gaps, and copies a strip that has some, slowly. In bfloat16, thirty layers' attention
-#   over 1,024 tokens took less than half as long afterwards.
+# - A single query, as in decode, has nothing to mask and does little more than read the keys and values.
+#   It attends in float32, whatever they are stored in.
 
 
 # %% jupyter={"source_hidden": true}
 # lands in nanoserve/layers.py
-TILE_BYTES = 512  # what one key's scores take in a tile: 128 queries of float32, 256 of bfloat16
+QUERY_TILE = 128  # queries that attend at once: enough to fill a matmul, few enough to skip keys
 
 
 def sdpa(
@@ -510,42 +506,38 @@ def sdpa(
     """
     batch, n_q, seq_q, head_dim = q.shape
     n_kv, seq_total = k.shape[1:3]
-    k, v = k.flatten(0, 1), v.flatten(0, 1)  # [batch * n_kv, seq_total, head_dim]
-    grouped = (batch * n_kv, n_q // n_kv, seq_q, head_dim)  # the heads that share keys, together
     scale = head_dim**-0.5 if scale is None else scale
-    if seq_q == 1:  # as much work as reading k and v: a product of 16-bit rows would copy them
-        weights = q.float().reshape(grouped).flatten(1, 2).mul(scale) @ k.float().transpose(1, 2)
-        return (weights.softmax(dim=-1) @ v.float()).to(q.dtype).view(q.shape)
-    q = (q * scale).reshape(grouped)  # fewer numbers to scale than scores
+    if seq_q == 1:  # nothing to mask, and hardly more work than reading k and v
+        rows = q.float().reshape(batch, n_kv, n_q // n_kv, head_dim) * scale
+        weights = (rows @ k.float().transpose(2, 3)).softmax(dim=-1)
+        return (weights @ v.float()).to(q.dtype).view(q.shape)
+    q = q * scale  # fewer numbers to scale than scores
+    q = q.reshape(batch * n_kv, n_q // n_kv, seq_q, head_dim)  # the heads that share keys, together
+    k, v = k.flatten(0, 1), v.flatten(0, 1)  # [batch * n_kv, seq_total, head_dim]
     out = torch.empty_like(q)
-    size = min(seq_q, TILE_BYTES // q.itemsize)
-    future = q.new_full((size, size), -torch.inf).triu_(1)  # added to the scores: 0 or -inf
     # one tile's scores, used again by the next: fresh memory is slow to touch
-    room = q.new_empty(batch * n_q * size * seq_total)
-    for start in range(0, seq_q, size):
-        tile = slice(start, min(start + size, seq_q))
+    room = q.new_empty(batch * n_q * min(seq_q, QUERY_TILE) * seq_total)
+    for start in range(0, seq_q, QUERY_TILE):
+        tile = slice(start, min(start + QUERY_TILE, seq_q))
         keys = seq_total - seq_q + tile.stop
-        out[:, :, tile] = _attend(q[:, :, tile], k[:, :keys], v[:, :keys], future, room)
+        out[:, :, tile] = _attend(q[:, :, tile], k[:, :keys], v[:, :keys], room)
     return out.view(batch, n_q, seq_q, head_dim)
 
 
-def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, future: torch.Tensor, room: torch.Tensor
-) -> torch.Tensor:
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
     """One tile: q [groups, n_rep, tile, head_dim], scaled; k, v [groups, keys, head_dim] -> as q.
 
-    `future` [at least tile, at least tile] masks the last keys; `room` is numbers to work in, at
-    least groups * n_rep * tile * keys. Keys and values are packed first: from a strip with gaps,
-    PyTorch's 16-bit product would make its own copy, slowly.
+    `room` is at least groups * n_rep * tile * keys numbers to work in.
     """
     groups, n_rep, tile, _ = q.shape
-    shape = (groups, n_rep, tile, k.shape[1])
+    shape = (groups, n_rep * tile, k.shape[1])
     scores = room[: math.prod(shape)].view(shape)
-    rows = scores.flatten(1, 2)  # [groups, n_rep * tile, keys], the same memory
-    torch.bmm(q.flatten(1, 2), k.contiguous().transpose(1, 2), out=rows)
-    scores[..., -tile:].add_(future[:tile, :tile])
-    torch.softmax(rows, dim=-1, out=rows)  # in place; summed in float32, whatever the dtype
-    return torch.bmm(rows, v.contiguous()).view(q.shape)
+    torch.bmm(q.flatten(1, 2), k.transpose(1, 2), out=scores)
+    if tile > 1:
+        future = torch.ones(tile, tile, dtype=torch.bool, device=q.device).triu_(1)
+        scores.unflatten(1, (n_rep, tile))[..., -tile:].masked_fill_(future, -torch.inf)
+    weights = torch.softmax(scores, dim=-1, out=scores)  # summed in float32, whatever the dtype
+    return torch.bmm(weights, v).view(q.shape)
 
 
 # %% [markdown]
@@ -555,13 +547,13 @@ def _attend(
 
 # %%
 def in_tiles_of(tile, q, k, v):
-    """sdpa with another size of tile, in float32 queries."""
-    global TILE_BYTES
-    usual, TILE_BYTES = TILE_BYTES, 4 * tile
+    """sdpa with another size of tile."""
+    global QUERY_TILE
+    usual, QUERY_TILE = QUERY_TILE, tile
     try:
         return sdpa(q, k, v)
     finally:
-        TILE_BYTES = usual
+        QUERY_TILE = usual
 
 
 generator = torch.Generator().manual_seed(13)
@@ -610,93 +602,61 @@ fig
 # a lesson about bytes again. Too small a tile loses what it won; how small that is, your machine says.
 #
 # What it does not show: attention is one part of prefill, and at 1,024 tokens the matrix products of the
-# MLP take longer. For decode nothing changes at all; one query is one tile. Day 22 goes one step
+# MLP take longer. And a decode step has one query, so it has no half to leave out. Day 22 goes one step
 # further, and tiles the keys as well.
-
-# %% [markdown]
-# ## One product for five
 #
-# A decode step reads every weight once, so what is left to win is the rest: each product has a price to
-# start, and a small matrix, such as k's 192 rows, shares out badly between the cores. In a block, q, k
-# and v multiply the same `x`, and so do gate and up. Lay their rows one behind another, and two products
-# do the work of five.
-#
-# Weights stay names. `join_rows` replaces them by views of one larger tensor: same names, same values,
-# same number of bytes. `linears` looks whether the weights it is handed lie so, and then multiplies once.
+# What does a single query gain by its own branch? Here is one in bfloat16 over 1,024 keys, which lie as
+# a cache holds them, in a strip with room for more: as a tile of one, and as `sdpa` does it now.
 
 # %%
-from collections.abc import Sequence
+# NBVAL_IGNORE_OUTPUT
+strip = torch.randn(2, 1, config.n_kv, 2_048, config.head_dim, generator=generator).bfloat16()
+one, (keys, values) = q[:, :, -1:].bfloat16(), strip[:, :, :, :1_024]
+scaled = (one * config.head_dim**-0.5).view(config.n_kv, config.n_rep, 1, config.head_dim)
+room = scaled.new_empty(config.n_q * 1_024)
+took = median_times(
+    {
+        "tile": lambda: _attend(scaled, keys[0], values[0], room),
+        "float32": lambda: sdpa(one, keys, values),
+    },
+    rounds=50,
+)
+print(f"in 16 bits {took['tile'] * 1e6:.0f} µs, in float32 {took['float32'] * 1e6:.0f} µs")
+
+# %% [markdown]
+# In float32 the keys and values are copied first, to twice their size, and still that was the faster way
+# on our machine: PyTorch's product of 16-bit numbers is slow for so few rows. (Day 5's `linear` goes
+# round the same thing.)
+#
+# ## One product for three
+#
+# A decode step reads every weight once; bytes are not left to be saved. But each product also costs
+# something to start, and k and v have only 192 rows each, beside q's 576. All three multiply the same
+# `x`. So lay their rows one behind another, once, when a model is loaded, and multiply once.
+#
+# Weights stay just names. A layer's dictionary gets one more, `self_attn.qkv_proj.weight`, and the three
+# old names become views of its rows. `_qkv` asks for the new name; a layer that does not have it, because
+# its model was not made by `load_model`, gets three products.
+
+# %%
 from pathlib import Path
 
-import torch.nn.functional as F
-
-from nanoserve.config import ModelConfig, load_config
+from nanoserve.config import load_config
 from nanoserve.fetch import resolve
-from nanoserve.layers import linear
-from nanoserve.model import Model
+from nanoserve.layers import _linear
 from nanoserve.weights import load_weights
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/weights.py
-def join_rows(weights: dict[str, torch.Tensor], config: ModelConfig) -> None:
-    """Lay the weights that read the same input one behind another, layer by layer, in place.
-
-    Afterwards q, k and v, and gate and up, are views of the rows of one tensor: the same names,
-    shapes and values, and a layer's worth of memory more while it is copied.
-    """
-    for i in range(config.num_layers):
-        for part, letters in (("self_attn", ("q", "k", "v")), ("mlp", ("gate", "up"))):
-            names = [f"model.layers.{i}.{part}.{letter}_proj.weight" for letter in letters]
-            rows = [weights[name] for name in names]
-            weights.update(zip(names, torch.cat(rows).split([len(w) for w in rows]), strict=True))
-
-
-# %% jupyter={"source_hidden": true}
 # lands in nanoserve/layers.py
-def linears(
-    x: torch.Tensor, weights: Sequence[torch.Tensor], bias: torch.Tensor | None = None
-) -> tuple[torch.Tensor, ...]:
-    """x [..., in] times each of several weights [out_i, in] -> a tuple of [..., out_i].
+def _qkv(x: torch.Tensor, layer: dict[str, torch.Tensor]) -> torch.Tensor:
+    """q, k and v of x in a row, [batch, seq, (n_q + 2 * n_kv) * head_dim].
 
-    Weights that lie one behind another in memory, as `join_rows` leaves them, are one matrix and
-    take one product; any others take one each. `bias` [sum of out_i] holds theirs in a row.
+    One product where the layer has their weights joined (`join_qkv`), else three.
     """
-    sizes = [len(weight) for weight in weights]
-    joined = _joined(weights)
-    if joined is not None:
-        return linear(x, joined, bias).split(sizes, dim=-1)
-    parts = (None,) * len(weights) if bias is None else bias.split(sizes)
-    return tuple(linear(x, *pair) for pair in zip(weights, parts, strict=True))
-
-
-def _joined(weights: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """The matrix of all their rows, a view, if these weights [out_i, in] lie so in one storage."""
-    first, end = weights[0], weights[0].data_ptr()
-    storage = first.untyped_storage().data_ptr()
-    for weight in weights:
-        if weight.data_ptr() != end or weight.untyped_storage().data_ptr() != storage:
-            return None
-        end += weight.nbytes
-    return first.as_strided((sum(map(len, weights)), first.shape[1]), first.stride())
-
-
-# %% [markdown]
-# `swiglu` asks for both at once, and a model is joined when it is loaded. (In `gqa_attention`, q, k and
-# v are three lines until Day 19 brings its last form.)
-
-
-# %% jupyter={"source_hidden": true}
-# lands in nanoserve/layers.py
-def swiglu(
-    x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor
-) -> torch.Tensor:
-    """The gated MLP, down(silu(gate x) * up x) (Shazeer 2020, section 2).
-
-    x [..., hidden]; gate, up [intermediate, hidden]; down [hidden, intermediate] -> [..., hidden].
-    """
-    gated, h = linears(x, (gate, up))
-    return linear(F.silu(gated, inplace=True) * h, down)  # in place: nobody else holds this tensor
+    if "self_attn.qkv_proj.weight" in layer:
+        return _linear(x, layer, "self_attn.qkv_proj")
+    return torch.cat([_linear(x, layer, f"self_attn.{letter}_proj") for letter in "qkv"], dim=-1)
 
 
 # %% jupyter={"source_hidden": true}
@@ -712,31 +672,68 @@ def load_model(
     """
     path = resolve(source)
     config = load_config(path)
-    weights = load_weights(path, config, dtype, device)
-    join_rows(weights, config)
-    return Model(config, weights)
+    model = Model(config, load_weights(path, config, dtype, device))
+    join_qkv(model)
+    return model
+
+
+def join_qkv(model: Model) -> None:
+    """Give each layer "self_attn.qkv_proj.weight", the rows of q, k and v joined; a bias likewise.
+
+    The names it has keep their values, as views of those rows: nothing lies in memory twice.
+    """
+    for i, layer in enumerate(model.layers):
+        for kind in ("weight", "bias") if model.config.qkv_bias else ("weight",):
+            names = [f"self_attn.{letter}_proj.{kind}" for letter in "qkv"]
+            joined = torch.cat([layer[name] for name in names])
+            views = joined.split([len(layer[name]) for name in names])
+            for name, view in zip(names, views, strict=True):
+                layer[name] = model.weights[f"model.layers.{i}.{name}"] = view
+            layer[f"self_attn.qkv_proj.{kind}"] = joined
 
 
 # %%
-generator = torch.Generator().manual_seed(13)
-qkv = torch.randn(960, 576, generator=generator)
-joined = qkv.split((576, 192, 192))
-apart = [weight.clone() for weight in joined]
-token = torch.randn(1, 1, 576, generator=generator)
-pairs = zip(linears(token, joined), linears(token, apart), strict=True)
-same = all(torch.allclose(one, three, atol=1e-4) for one, three in pairs)
-print("one product gives what three give:", same)
-assert same
+def both_ways(dtype: torch.dtype) -> dict[str, Model]:
+    """The same weights twice: as they were loaded, and joined."""
+    apart, joined = (
+        Model(config, load_weights(resolve("smollm2"), config, dtype)) for _ in range(2)
+    )
+    join_qkv(joined)
+    return {"apart": apart, "joined": joined}
+
+
+apart, joined = both_ways(torch.float32).values()
+held = [*joined.weights.values(), *(w for layer in joined.layers for w in layer.values())]
+stored = {w.untyped_storage().data_ptr(): w.untyped_storage().nbytes() for w in held}
+values_kept = all(torch.equal(joined.weights[name], w) for name, w in apart.weights.items())
+print("every name keeps its values:", values_kept)
+print("nothing is stored twice:", sum(stored.values()) == bytes_per_token(config, 0, torch.float32))
+x = torch.randn(1, 1, config.hidden_size, generator=generator)
+three, one = (_qkv(x, way.layers[0]) for way in (apart, joined))
+print("one product gives what three give:", torch.allclose(one, three, atol=1e-4))
+
+# %% [markdown]
+# Now the time, through all 30 layers as in a decode step:
 
 # %%
 # NBVAL_IGNORE_OUTPUT
-ways = {"joined": joined, "apart": apart}
-took = median_times({way: lambda rows=rows: linears(token, rows) for way, rows in ways.items()}, 50)
-print(
-    f"q, k and v of one token: {took['apart'] * 1e6:.0f} µs apart, {took['joined'] * 1e6:.0f} joined"
-)
+for dtype in (torch.float32, torch.bfloat16):
+    token, ways = x.to(dtype), both_ways(dtype)
+    took = median_times(
+        {
+            name: lambda way=way, token=token: [_qkv(token, layer) for layer in way.layers]
+            for name, way in ways.items()
+        },
+        rounds=30,
+    )
+    times = ", ".join(f"{seconds * 1e3:.1f} ms {name}" for name, seconds in took.items())
+    print(f"q, k and v of a token in {str(dtype).removeprefix('torch.')}: {times}")
 
 # %% [markdown]
+# On our machine the joined product takes about half the time in bfloat16, and in float32 there is nothing
+# to gain. Hence the one `if` in `load_model`. Where the weights are joined, queries and keys stand side
+# by side as heads of one tensor; the last form of `gqa_attention`, on Day 19, turns them in one call.
+#
 # ## Your answer is the engine
 #
 # The roof as your own count has it: inside `today.mine()` the package's benchmark uses your
