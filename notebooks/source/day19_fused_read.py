@@ -161,14 +161,14 @@ def gqa_attention(
     A cache takes this step's keys and values as layer `index`'s; then it gives back the whole
     history, or attends itself where it can.
     """
-    names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    bias = torch.cat([layer[f"{name}.bias"] for name in names]) if config.qkv_bias else None
-    q, k, v = linears(x, [layer[f"{name}.weight"] for name in names], bias)
-    q, k, v = _heads(q, config.n_q), _heads(k, config.n_kv), _heads(v, config.n_kv)
+    heads = _heads(_qkv(x, layer), config.n_q + 2 * config.n_kv)  # of q, then of k, then of v
+    qk, v = heads.split([config.n_q + config.n_kv, config.n_kv], dim=1)
     if config.qk_norm:  # Qwen3: each head's query and key are normalised before they turn
+        q, k = qk.split([config.n_q, config.n_kv], dim=1)
         q = rms_norm(q, layer["self_attn.q_norm.weight"], config.norm_eps)
         k = rms_norm(k, layer["self_attn.k_norm.weight"], config.norm_eps)
-    q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+        qk = torch.cat([q, k], dim=1)
+    q, k = apply_rope(qk, cos, sin).split([config.n_q, config.n_kv], dim=1)
     if cache is None:
         out = sdpa(q, k, v)
     elif hasattr(cache, "paged_attention"):  # a cache that reads its own memory
