@@ -635,8 +635,8 @@ print(f"in 16 bits {took['tile'] * 1e6:.0f} µs, in float32 {took['float32'] * 1
 # `x`. So lay their rows one behind another, once, when a model is loaded, and multiply once.
 #
 # Weights stay just names. A layer's dictionary gets one more, `self_attn.qkv_proj.weight`, and the three
-# old names become views of its rows. `_qkv` asks for the new name; a layer that does not have it, because
-# its model was not made by `load_model`, gets three products.
+# old names become views of its rows. `_qkv` asks for the new name; a layer that does not have it gets three
+# products.
 
 # %%
 from pathlib import Path
@@ -730,8 +730,8 @@ for dtype in (torch.float32, torch.bfloat16):
 # machine it changed from run to run which was ahead. Hence the `if` in `load_model`: what is not seen to
 # help stays out.
 #
-# Where the weights are joined, queries and keys stand side by side as heads of one tensor, and the last
-# form of `gqa_attention`, on Day 19, turns them in one call.
+# Either way, queries and keys now stand side by side as heads of one tensor; the last form of
+# `gqa_attention`, on Day 19, turns them in one call.
 #
 # ## Your answer is the engine
 #
