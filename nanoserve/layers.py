@@ -97,16 +97,21 @@ def sdpa(
     q [batch, n_q, seq_q, head_dim]; k, v [batch, n_kv, seq_total, head_dim], the queries being the
     last seq_q of seq_total positions -> [batch, n_q, seq_q, head_dim]. Query head h reads KV head
     h // n_rep, by a view. `scale` defaults to head_dim ** -0.5. A tile never touches a key that
-    none of its queries may see.
+    none of its queries may see; a single query attends in float32.
     """
     batch, n_q, seq_q, head_dim = q.shape
     n_kv, seq_total = k.shape[1:3]
-    q = q * (head_dim**-0.5 if scale is None else scale)  # fewer numbers to scale than scores
+    scale = head_dim**-0.5 if scale is None else scale
+    if seq_q == 1:  # nothing to mask, and hardly more work than reading k and v
+        rows = q.float().reshape(batch, n_kv, n_q // n_kv, head_dim) * scale
+        weights = (rows @ k.float().transpose(2, 3)).softmax(dim=-1)
+        return (weights @ v.float()).to(q.dtype).view(q.shape)
+    q = q * scale  # fewer numbers to scale than scores
     q = q.reshape(batch * n_kv, n_q // n_kv, seq_q, head_dim)  # the heads that share keys, together
     k, v = k.flatten(0, 1), v.flatten(0, 1)  # [batch * n_kv, seq_total, head_dim]
     out = torch.empty_like(q)
-    # one tile's scores and weights, used again by the next: fresh memory is slow to touch
-    room = q.new_empty(2, batch * n_q * min(seq_q, QUERY_TILE) * seq_total)
+    # one tile's scores, used again by the next: fresh memory is slow to touch
+    room = q.new_empty(batch * n_q * min(seq_q, QUERY_TILE) * seq_total)
     for start in range(0, seq_q, QUERY_TILE):
         tile = slice(start, min(start + QUERY_TILE, seq_q))
         keys = seq_total - seq_q + tile.stop
@@ -117,16 +122,16 @@ def sdpa(
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
     """One tile: q [groups, n_rep, tile, head_dim], scaled; k, v [groups, keys, head_dim] -> as q.
 
-    `room` is [2, at least groups * n_rep * tile * keys] numbers to work in.
+    `room` is at least groups * n_rep * tile * keys numbers to work in.
     """
     groups, n_rep, tile, _ = q.shape
     shape = (groups, n_rep * tile, k.shape[1])
-    scores, weights = (numbers[: math.prod(shape)].view(shape) for numbers in room)
+    scores = room[: math.prod(shape)].view(shape)
     torch.bmm(q.flatten(1, 2), k.transpose(1, 2), out=scores)
     if tile > 1:
         future = torch.ones(tile, tile, dtype=torch.bool, device=q.device).triu_(1)
         scores.unflatten(1, (n_rep, tile))[..., -tile:].masked_fill_(future, -torch.inf)
-    torch.softmax(scores, dim=-1, out=weights)  # summed in float32, whatever the dtype
+    weights = torch.softmax(scores, dim=-1, out=scores)  # summed in float32, whatever the dtype
     return torch.bmm(weights, v).view(q.shape)
 
 
@@ -158,13 +163,14 @@ def gqa_attention(
     A cache takes this step's keys and values as layer `index`'s; then it gives back the whole
     history, or attends itself where it can.
     """
-    q = _heads(_linear(x, layer, "self_attn.q_proj"), config.n_q)  # [batch, n_q, seq, head_dim]
-    k = _heads(_linear(x, layer, "self_attn.k_proj"), config.n_kv)
-    v = _heads(_linear(x, layer, "self_attn.v_proj"), config.n_kv)
+    heads = _heads(_qkv(x, layer), config.n_q + 2 * config.n_kv)  # of q, then of k, then of v
+    qk, v = heads.split([config.n_q + config.n_kv, config.n_kv], dim=1)
     if config.qk_norm:  # Qwen3: each head's query and key are normalised before they turn
+        q, k = qk.split([config.n_q, config.n_kv], dim=1)
         q = rms_norm(q, layer["self_attn.q_norm.weight"], config.norm_eps)
         k = rms_norm(k, layer["self_attn.k_norm.weight"], config.norm_eps)
-    q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+        qk = torch.cat([q, k], dim=1)
+    q, k = apply_rope(qk, cos, sin).split([config.n_q, config.n_kv], dim=1)
     if cache is None:
         out = sdpa(q, k, v)
     elif hasattr(cache, "paged_attention"):  # a cache that reads its own memory
@@ -172,6 +178,16 @@ def gqa_attention(
     else:
         out = sdpa(q, *cache.append(index, k, v))
     return _linear(out.transpose(1, 2).flatten(2), layer, "self_attn.o_proj")
+
+
+def _qkv(x: torch.Tensor, layer: dict[str, torch.Tensor]) -> torch.Tensor:
+    """q, k and v of x in a row, [batch, seq, (n_q + 2 * n_kv) * head_dim].
+
+    One product where the layer has their weights joined (`join_qkv`), else three.
+    """
+    if "self_attn.qkv_proj.weight" in layer:
+        return _linear(x, layer, "self_attn.qkv_proj")
+    return torch.cat([_linear(x, layer, f"self_attn.{letter}_proj") for letter in "qkv"], dim=-1)
 
 
 def _heads(x: torch.Tensor, n: int) -> torch.Tensor:

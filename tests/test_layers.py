@@ -170,6 +170,22 @@ def test_attention_equals_torchs_own_at_every_length(seq_q, seq_total, n_q, n_kv
     torch.testing.assert_close(ours, torch_sdpa(q, k, v), atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("seq_q", [1, 5, QUERY_TILE, QUERY_TILE + 1])
+def test_attention_in_bfloat16_comes_near_that_of_the_same_numbers_in_float32(seq_q):
+    q = torch.randn(2, 6, seq_q, 8).bfloat16()
+    k, v = torch.randn(2, 2, 2, seq_q + 40, 8).bfloat16()
+    ours = sdpa(q, k, v)
+    assert ours.dtype == torch.bfloat16
+    expected = torch_sdpa(q.float(), k.float(), v.float())
+    torch.testing.assert_close(ours.float(), expected, atol=0.03, rtol=0.02)
+
+
+def test_a_single_query_rounds_no_score_or_weight_to_16_bits():
+    q, (k, v) = torch.randn(2, 6, 1, 8).bfloat16(), torch.randn(2, 2, 2, 300, 8).bfloat16()
+    in_float32 = sdpa(q.float(), k.float(), v.float(), scale=0.3)
+    assert torch.equal(sdpa(q, k, v, scale=0.3), in_float32.bfloat16())
+
+
 @pytest.mark.parametrize("scale", [0.05, 1.0])
 def test_a_scale_of_ones_own(scale):
     q, k, v = torch.randn(1, 6, 5, 8), torch.randn(1, 2, 7, 8), torch.randn(1, 2, 7, 8)

@@ -9,8 +9,10 @@ import pytest
 import torch
 import transformers
 
+from nanoserve.config import load_config
 from nanoserve.fetch import fetch
-from nanoserve.model import load_model
+from nanoserve.model import Model, join_qkv, load_model
+from nanoserve.weights import load_weights
 from tests.checkpoints import KINDS, LLAMA3, apart, edit_json, random_model, reference_logits, save
 
 REFERENCE = json.loads((Path(__file__).parent / "data/smollm2_reference.json").read_text())
@@ -72,6 +74,60 @@ def test_the_real_model_equals_transformers_on_the_reference_prompts():
         assert apart(logits, reference_logits(theirs, ids)) < TOLERANCE, name
         if case["smallest_gap"] > 1e-3:
             assert int(logits[0, -1].argmax()) == case["greedy_ids"][0], name
+
+
+def plain_and_joined(kind: str, folder: Path) -> tuple[Model, Model]:
+    """A model of a checkpoint as it was saved, and one with its q, k and v weights joined."""
+    path = save(random_model(kind), folder)
+    config = load_config(path)
+    plain, joined = (Model(config, load_weights(path, config)) for _ in range(2))
+    join_qkv(joined)
+    return plain, joined
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_load_model_joins_weights_of_16_bits(dtype, tmp_path):
+    model = load_model(save(random_model("llama-gqa"), tmp_path), dtype)
+    joined = ["self_attn.qkv_proj.weight" in layer for layer in model.layers]
+    assert joined == [dtype != torch.float32] * model.config.num_layers
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_joined_weights_give_the_logits_of_weights_apart(kind, tmp_path):
+    plain, joined = plain_and_joined(kind, tmp_path)
+    ids = ids_of(1, 9)
+    torch.testing.assert_close(joined(ids), plain(ids), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(joined(ids[:, :1]), plain(ids[:, :1]), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_joined_weights_keep_every_name_and_value_and_take_no_more_memory(kind, tmp_path):
+    plain, joined = plain_and_joined(kind, tmp_path)
+    assert list(joined.weights) == list(plain.weights)
+    assert all(torch.equal(joined.weights[name], w) for name, w in plain.weights.items())
+    held = [*joined.weights.values(), *(w for layer in joined.layers for w in layer.values())]
+    storages = {w.untyped_storage().data_ptr(): w.untyped_storage().nbytes() for w in held}
+    distinct = {w.data_ptr(): w.nbytes for w in plain.weights.values()}  # a tied head is one
+    assert sum(storages.values()) == sum(distinct.values())
+
+
+@pytest.mark.parametrize("kind", ["llama-gqa", "llama-bias", "qwen3-bias"])
+def test_joined_rows_are_those_of_q_then_k_then_v(kind, tmp_path):
+    _, model = plain_and_joined(kind, tmp_path)
+    for layer in model.layers:
+        for part in ("weight", "bias") if model.config.qkv_bias else ("weight",):
+            rows = torch.cat([layer[f"self_attn.{letter}_proj.{part}"] for letter in "qkv"])
+            assert torch.equal(layer[f"self_attn.qkv_proj.{part}"], rows)
+        assert ("self_attn.qkv_proj.bias" in layer) == model.config.qkv_bias
+
+
+def test_a_layer_whose_weights_are_joined_reads_no_other_projection(tmp_path):
+    _, model = plain_and_joined("llama-gqa", tmp_path)
+    expected = model(ids_of(1, 5))
+    for layer in model.layers:
+        for letter in "qkv":
+            del layer[f"self_attn.{letter}_proj.weight"]
+    assert torch.equal(model(ids_of(1, 5)), expected)
 
 
 def test_hidden_and_head_make_the_logits(tmp_path):

@@ -244,6 +244,8 @@ class Model(Model):
         return linear(hidden, self.weights["lm_head.weight"])
 
 
+# %% jupyter={"source_hidden": true}
+# until day 13: lands in nanoserve/model.py
 def load_model(
     source: str | Path = "smollm2",
     dtype: torch.dtype = torch.float32,

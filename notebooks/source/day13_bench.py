@@ -13,7 +13,7 @@
 #
 # **Today** you measure. You build a benchmark that refuses to time a wrong answer, bend the curve of
 # Day 1, and find out what holds the engine up now. Then you cut attention into tiles, so that prefill
-# stops computing what its mask throws away.
+# stops computing what its mask throws away, and make three products of a decode step one.
 
 # %%
 # Set-up: installs nanoserve where it is missing (as on Colab). In your own clone it does nothing.
@@ -476,13 +476,15 @@ for tile in (1_024, 512, 128, 32):
 # 32 saves hardly more than 128. Which is the fastest depends on the machine; over a whole
 # prompt of 1,024 tokens in float32, 96 and 128 were the best of those tried on ours.
 #
-# Here is `sdpa` in its final form. The sum is Day 6's, with three differences that change no more than
+# Here is `sdpa` in its final form. The sum is Day 6's, with four differences that change no more than
 # the last digit:
 #
 # - Inside a tile, only the last square needs a mask; all keys before it are visible.
 # - The scale is put on the queries, which are fewer than the scores: 64 numbers a query, not 1,024.
-# - The scores and weights of every tile go into one room. Memory that is asked for afresh has to be
-#   made ready page by page, and that takes time.
+# - The scores of every tile go into one room, and their weights into the same place. Memory that is
+#   asked for afresh has to be made ready page by page, and that takes time.
+# - A single query, as in decode, has nothing to mask and does little more than read the keys and values.
+#   It attends in float32, whatever they are stored in.
 
 
 # %% jupyter={"source_hidden": true}
@@ -498,16 +500,21 @@ def sdpa(
     q [batch, n_q, seq_q, head_dim]; k, v [batch, n_kv, seq_total, head_dim], the queries being the
     last seq_q of seq_total positions -> [batch, n_q, seq_q, head_dim]. Query head h reads KV head
     h // n_rep, by a view. `scale` defaults to head_dim ** -0.5. A tile never touches a key that
-    none of its queries may see.
+    none of its queries may see; a single query attends in float32.
     """
     batch, n_q, seq_q, head_dim = q.shape
     n_kv, seq_total = k.shape[1:3]
-    q = q * (head_dim**-0.5 if scale is None else scale)  # fewer numbers to scale than scores
+    scale = head_dim**-0.5 if scale is None else scale
+    if seq_q == 1:  # nothing to mask, and hardly more work than reading k and v
+        rows = q.float().reshape(batch, n_kv, n_q // n_kv, head_dim) * scale
+        weights = (rows @ k.float().transpose(2, 3)).softmax(dim=-1)
+        return (weights @ v.float()).to(q.dtype).view(q.shape)
+    q = q * scale  # fewer numbers to scale than scores
     q = q.reshape(batch * n_kv, n_q // n_kv, seq_q, head_dim)  # the heads that share keys, together
     k, v = k.flatten(0, 1), v.flatten(0, 1)  # [batch * n_kv, seq_total, head_dim]
     out = torch.empty_like(q)
-    # one tile's scores and weights, used again by the next: fresh memory is slow to touch
-    room = q.new_empty(2, batch * n_q * min(seq_q, QUERY_TILE) * seq_total)
+    # one tile's scores, used again by the next: fresh memory is slow to touch
+    room = q.new_empty(batch * n_q * min(seq_q, QUERY_TILE) * seq_total)
     for start in range(0, seq_q, QUERY_TILE):
         tile = slice(start, min(start + QUERY_TILE, seq_q))
         keys = seq_total - seq_q + tile.stop
@@ -518,16 +525,16 @@ def sdpa(
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
     """One tile: q [groups, n_rep, tile, head_dim], scaled; k, v [groups, keys, head_dim] -> as q.
 
-    `room` is [2, at least groups * n_rep * tile * keys] numbers to work in.
+    `room` is at least groups * n_rep * tile * keys numbers to work in.
     """
     groups, n_rep, tile, _ = q.shape
     shape = (groups, n_rep * tile, k.shape[1])
-    scores, weights = (numbers[: math.prod(shape)].view(shape) for numbers in room)
+    scores = room[: math.prod(shape)].view(shape)
     torch.bmm(q.flatten(1, 2), k.transpose(1, 2), out=scores)
     if tile > 1:
         future = torch.ones(tile, tile, dtype=torch.bool, device=q.device).triu_(1)
         scores.unflatten(1, (n_rep, tile))[..., -tile:].masked_fill_(future, -torch.inf)
-    torch.softmax(scores, dim=-1, out=weights)  # summed in float32, whatever the dtype
+    weights = torch.softmax(scores, dim=-1, out=scores)  # summed in float32, whatever the dtype
     return torch.bmm(weights, v).view(q.shape)
 
 
@@ -593,8 +600,136 @@ fig
 # a lesson about bytes again. Too small a tile loses what it won; how small that is, your machine says.
 #
 # What it does not show: attention is one part of prefill, and at 1,024 tokens the matrix products of the
-# MLP take longer. For decode nothing changes at all; one query is one tile. Day 22 goes one step
+# MLP take longer. And a decode step has one query, so it has no half to leave out. Day 22 goes one step
 # further, and tiles the keys as well.
+#
+# What does a single query gain by its own branch? Here is one in bfloat16 over 1,024 keys, which lie as
+# a cache holds them, in a strip with room for more: as a tile of one, and as `sdpa` does it now.
+
+# %%
+# NBVAL_IGNORE_OUTPUT
+strip = torch.randn(2, 1, config.n_kv, 2_048, config.head_dim, generator=generator).bfloat16()
+one, (keys, values) = q[:, :, -1:].bfloat16(), strip[:, :, :, :1_024]
+scaled = (one * config.head_dim**-0.5).view(config.n_kv, config.n_rep, 1, config.head_dim)
+room = scaled.new_empty(config.n_q * 1_024)
+took = median_times(
+    {
+        "tile": lambda: _attend(scaled, keys[0], values[0], room),
+        "float32": lambda: sdpa(one, keys, values),
+    },
+    rounds=50,
+)
+print(f"in 16 bits {took['tile'] * 1e6:.0f} µs, in float32 {took['float32'] * 1e6:.0f} µs")
+
+# %% [markdown]
+# In float32 the keys and values are copied first, to twice their size, and still that was the faster way
+# on our machine: PyTorch's product of 16-bit numbers is slow for so few rows. (Day 5's `linear` goes
+# round the same thing.)
+#
+# ## One product for three
+#
+# A decode step reads every weight once; bytes are not left to be saved. But each product also costs
+# something to start, and k and v have only 192 rows each, beside q's 576. All three multiply the same
+# `x`. So lay their rows one behind another, once, when a model is loaded, and multiply once.
+#
+# Weights stay just names. A layer's dictionary gets one more, `self_attn.qkv_proj.weight`, and the three
+# old names become views of its rows. `_qkv` asks for the new name; a layer that does not have it gets three
+# products.
+
+# %%
+from pathlib import Path
+
+from nanoserve.config import load_config
+from nanoserve.fetch import resolve
+from nanoserve.layers import _linear
+from nanoserve.weights import load_weights
+
+
+# %% jupyter={"source_hidden": true}
+# lands in nanoserve/layers.py
+def _qkv(x: torch.Tensor, layer: dict[str, torch.Tensor]) -> torch.Tensor:
+    """q, k and v of x in a row, [batch, seq, (n_q + 2 * n_kv) * head_dim].
+
+    One product where the layer has their weights joined (`join_qkv`), else three.
+    """
+    if "self_attn.qkv_proj.weight" in layer:
+        return _linear(x, layer, "self_attn.qkv_proj")
+    return torch.cat([_linear(x, layer, f"self_attn.{letter}_proj") for letter in "qkv"], dim=-1)
+
+
+# %% jupyter={"source_hidden": true}
+# lands in nanoserve/model.py
+def load_model(
+    source: str | Path = "smollm2",
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+) -> Model:
+    """Load "smollm2" (fetched on first use), a folder, a .gguf file or a hub id.
+
+    Raises ValueError, naming it, for whatever the engine does not support or finds broken.
+    """
+    path = resolve(source)
+    config = load_config(path)
+    model = Model(config, load_weights(path, config, dtype, device))
+    if dtype != torch.float32:  # there three products are as fast as one
+        join_qkv(model)
+    return model
+
+
+def join_qkv(model: Model) -> None:
+    """Give each layer "self_attn.qkv_proj.weight", the rows of q, k and v joined; a bias likewise.
+
+    The names it has keep their values, as views of those rows: nothing lies in memory twice.
+    """
+    for i, layer in enumerate(model.layers):
+        for kind in ("weight", "bias") if model.config.qkv_bias else ("weight",):
+            names = [f"self_attn.{letter}_proj.{kind}" for letter in "qkv"]
+            joined = torch.cat([layer[name] for name in names])
+            views = joined.split([len(layer[name]) for name in names])
+            for name, view in zip(names, views, strict=True):
+                layer[name] = model.weights[f"model.layers.{i}.{name}"] = view
+            layer[f"self_attn.qkv_proj.{kind}"] = joined
+
+
+# %%
+def both_ways(dtype: torch.dtype) -> dict[str, Model]:
+    """The same weights twice: as they were loaded, and joined."""
+    apart, joined = (
+        Model(config, load_weights(resolve("smollm2"), config, dtype)) for _ in range(2)
+    )
+    join_qkv(joined)
+    return {"apart": apart, "joined": joined}
+
+
+apart, joined = both_ways(torch.float32).values()
+held = [*joined.weights.values(), *(w for layer in joined.layers for w in layer.values())]
+stored = {w.untyped_storage().data_ptr(): w.untyped_storage().nbytes() for w in held}
+values_kept = all(torch.equal(joined.weights[name], w) for name, w in apart.weights.items())
+print("every name keeps its values:", values_kept)
+print("nothing is stored twice:", sum(stored.values()) == bytes_per_token(config, 0, torch.float32))
+x = torch.randn(1, 1, config.hidden_size, generator=generator)
+three, one = (_qkv(x, way.layers[0]) for way in (apart, joined))
+print("one product gives what three give:", torch.allclose(one, three, atol=1e-4))
+
+# %% [markdown]
+# Now the time, of whole steps: one token, with no history, through all 30 layers and the head.
+
+# %%
+# NBVAL_IGNORE_OUTPUT
+token = torch.tensor([[504]])
+for dtype in (torch.float32, torch.bfloat16):
+    steps = {name: lambda way=way: way(token) for name, way in both_ways(dtype).items()}
+    took = median_times(steps, rounds=30)
+    times = ", ".join(f"{seconds * 1e3:.1f} ms {name}" for name, seconds in took.items())
+    print(f"{dtype}: a step takes {times}")
+
+# %% [markdown]
+# In bfloat16 the joined step is the faster one. In float32 the two differ by a few per cent, and on our
+# machine it changed from run to run which was ahead. Hence the `if` in `load_model`: what is not seen to
+# help stays out.
+#
+# Either way, queries and keys now stand side by side as heads of one tensor; the last form of
+# `gqa_attention`, on Day 19, turns them in one call.
 #
 # ## Your answer is the engine
 #

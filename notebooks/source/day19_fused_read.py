@@ -113,24 +113,26 @@ class PagedKVCache(PagedKVCache):
 # year, with quantised blocks, will then need no branch of its own. And ask for one thing only: both
 # methods write, so calling both writes the step twice.
 #
-# The projections stand below already; write what is missing. Stuck? `today.hint()` looks at the case
+# The projections stand below already, through Day 13's `_qkv`: q, k and v come as heads of one tensor, and
+# queries and keys turn together. Write what is missing. Stuck? `today.hint()` looks at the case
 # that failed.
 
 # %%
 from nanoserve.config import ModelConfig
-from nanoserve.layers import Cache, _heads, _linear, apply_rope, rms_norm, sdpa
+from nanoserve.layers import Cache, _heads, _linear, _qkv, apply_rope, rms_norm, sdpa
 
 
 # %%
 def gqa_attention(x, layer, cos, sin, config, cache=None, index=0):
     """x [batch, seq, hidden] -> [batch, seq, hidden]; the cache may gather, or attend itself."""
-    q = _heads(_linear(x, layer, "self_attn.q_proj"), config.n_q)  # [batch, n_q, seq, head_dim]
-    k = _heads(_linear(x, layer, "self_attn.k_proj"), config.n_kv)
-    v = _heads(_linear(x, layer, "self_attn.v_proj"), config.n_kv)  # noqa: F841
+    heads = _heads(_qkv(x, layer), config.n_q + 2 * config.n_kv)  # of q, then of k, then of v
+    qk, v = heads.split([config.n_q + config.n_kv, config.n_kv], dim=1)  # noqa: RUF059
     if config.qk_norm:  # Qwen3: each head's query and key are normalised before they turn
+        q, k = qk.split([config.n_q, config.n_kv], dim=1)
         q = rms_norm(q, layer["self_attn.q_norm.weight"], config.norm_eps)
         k = rms_norm(k, layer["self_attn.k_norm.weight"], config.norm_eps)
-    q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+        qk = torch.cat([q, k], dim=1)
+    q, k = apply_rope(qk, cos, sin).split([config.n_q, config.n_kv], dim=1)
     raise NotImplementedError("your turn")  # out = ... of q, k, v: [batch, n_q, seq, head_dim]
     return _linear(out.transpose(1, 2).flatten(2), layer, "self_attn.o_proj")
 
@@ -159,13 +161,14 @@ def gqa_attention(
     A cache takes this step's keys and values as layer `index`'s; then it gives back the whole
     history, or attends itself where it can.
     """
-    q = _heads(_linear(x, layer, "self_attn.q_proj"), config.n_q)  # [batch, n_q, seq, head_dim]
-    k = _heads(_linear(x, layer, "self_attn.k_proj"), config.n_kv)
-    v = _heads(_linear(x, layer, "self_attn.v_proj"), config.n_kv)
+    heads = _heads(_qkv(x, layer), config.n_q + 2 * config.n_kv)  # of q, then of k, then of v
+    qk, v = heads.split([config.n_q + config.n_kv, config.n_kv], dim=1)
     if config.qk_norm:  # Qwen3: each head's query and key are normalised before they turn
+        q, k = qk.split([config.n_q, config.n_kv], dim=1)
         q = rms_norm(q, layer["self_attn.q_norm.weight"], config.norm_eps)
         k = rms_norm(k, layer["self_attn.k_norm.weight"], config.norm_eps)
-    q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+        qk = torch.cat([q, k], dim=1)
+    q, k = apply_rope(qk, cos, sin).split([config.n_q, config.n_kv], dim=1)
     if cache is None:
         out = sdpa(q, k, v)
     elif hasattr(cache, "paged_attention"):  # a cache that reads its own memory
