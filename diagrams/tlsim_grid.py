@@ -17,12 +17,13 @@ from shapes import (
     canvas,
     caption,
     pill,
+    route,
     slot,
     text,
 )
 
 N, BLOCK, PROGRAMS = 10, 4, 3
-LAUNCH, BOXES, MEMORY, OUT = 84, 142, 312, 392
+LAUNCH, MEMORY, BOXES, OUT = 84, 144, 208, 374
 LEFT, STEP, WIDTH = 74, 248, 230  # of the programs' boxes
 LANE = 46  # of a lane, and of an element under it
 
@@ -35,7 +36,7 @@ def lane_x(offset):
 
 def draw():
     fig, ax = canvas(
-        482,
+        464,
         "A grid of programs",
         "One launch, three programs, one source. Its number is all that tells a program "
         "from the others.",
@@ -44,7 +45,8 @@ def draw():
     text(ax, 420, LAUNCH + 15, "double[(3,)](x, out, 10, BLOCK=4)", mono=True, size=BODY)
     for program in range(PROGRAMS):
         x = LEFT + program * STEP
-        arrow(ax, (420, LAUNCH + 31), (x + WIDTH / 2, BOXES - 2), colour=MUTED)
+        down = [(420, LAUNCH + 31), (420, LAUNCH + 44), (x + 11, LAUNCH + 44), (x + 11, BOXES - 2)]
+        route(ax, *down, colour=MUTED)  # beside the row of x
         box(ax, x, BOXES, WIDTH, 132, edge=TLSIM, fill=WHITE, line=1.6)
         words = f"program_id(0) is {program}"
         text(ax, x + WIDTH / 2, BOXES + 20, words, weight="bold")
@@ -70,15 +72,16 @@ def draw():
             slot(ax, lane_x(offset), y, LANE, words, fill=fill, edge=edge, height=30)
             middle = lane_x(offset) + LANE / 2
             if inside and y == MEMORY:
-                arrow(ax, (middle, MEMORY - 2), (middle, BOXES + 133), colour=TLSIM)
-                arrow(ax, (middle, MEMORY + 31), (middle, OUT - 2), colour=TLSIM)
-    text(ax, 28, (MEMORY + OUT + 30) / 2, "× 2", size=SMALL, colour=MUTED, ha="left")
+                arrow(ax, (middle, MEMORY + 31), (middle, BOXES - 2), colour=TLSIM)
+                arrow(ax, (middle, BOXES + 133), (middle, OUT - 2), colour=TLSIM)
     x = (lane_x(N) + lane_x(N + 1) + LANE) / 2
-    text(ax, x, (MEMORY + OUT + 30) / 2, "not yours", size=SMALL, colour=FAULT, weight="bold")
+    for y, words in (((MEMORY + 30 + BOXES) / 2, "load"), ((BOXES + 132 + OUT) / 2, "store × 2")):
+        text(ax, 22, y, words, size=SMALL, colour=MUTED, ha="left")
+        text(ax, x, y, "not yours", size=SMALL, colour=FAULT, weight="bold")
     caption(
         ax,
         28,
-        452,
+        434,
         "Ten numbers, twelve lanes. The mask keeps the last two from reading and from storing.",
     )
     return fig

@@ -45,8 +45,8 @@ today.picture("tlsim-grid")
 # ## Why it matters
 #
 # A graphics card does one thing well: the same short program, thousands of times, side by side.
-# **Triton** is the language that most people write such programs in; vLLM's and SGLang's attention is
-# written in it. The week's goal is a kernel that reads the pool where it lies.
+# **Triton** is the language that most people write such programs in; vLLM and SGLang both have attention
+# kernels in it. The week's goal is a kernel that reads the pool where it lies.
 #
 # Two things stand in the way. You may not own a card. And on a card a wrong kernel rarely crashes: it
 # reads the number beside the one that was meant, and hands back something plausible.
@@ -96,9 +96,13 @@ out
 # | `x_ptr` | a **pointer**. The tensor `x` came in, and in the kernel it is the place where its first element lies |
 # | `x_ptr + offsets` | four pointers, one for each lane |
 # | `mask=inside` | the lanes that take part. The others neither read nor write |
+# | `other=0` | not needed here: what a masked lane gets, as in `tl.load(..., mask=inside, other=0)`. Without it the lane holds nothing you may rely on: tlsim puts NaN there |
 #
-# Three programs of four lanes make twelve, and there are ten numbers. What each program was told to
-# touch says a **trace**: it notes each load and store while a kernel runs.
+# **Block** has two meanings this week: a kernel's block of *lanes*, and the 16 *slots* that the pool
+# hands out as one. `BLOCK`, and later `BLOCK_D`, count lanes.
+#
+# Three programs of four lanes make twelve, and there are ten numbers. A **trace** tells what each
+# program touched: it notes each load and store while a kernel runs.
 
 # %%
 with tlsim.trace() as seen:
@@ -117,8 +121,8 @@ for program in range(3):
 #   and so on;
 # - **mask**, bool `[tile]`: whether each offset is one of the `n` elements.
 #
-# Both have `tile` lanes in every program, also in the last one. Stuck? `today.hint()` looks at the case
-# that failed.
+# `BLOCK` above is called `tile` here. Both have `tile` lanes in every program, also in the last one.
+# Stuck? `today.hint()` looks at the case that failed.
 
 
 # %%
@@ -242,6 +246,9 @@ print(slot * 1_024, slot.long() * 1_024)  # 8 KV heads of 128: 1,024 elements pe
 # %% [markdown]
 # So a slot is brought to 64 bits, `.to(tl.int64)`, before it is multiplied. Your laptop has no pool of
 # that size, and no test on it would notice. A card of 80 GB has room for one.
+#
+# Our slot mapping is int64 already, so here the cast changes nothing; it guards against a caller with
+# int32. `position * out_row` has 32 bits, enough while the output has fewer than 2**31 numbers.
 #
 # ## Your turn: `paged_gather`
 #
@@ -421,9 +428,9 @@ for name, change in bugs.items():
 
 # %% [markdown]
 # The sanitizer names four of them, line and lane: two leave their buffers, two store where another
-# program has stored. The last two never leave the pool, and for those no watchman helps. Slot 20 without its stride is element 20, which is a perfectly good number of
-# slot 0. Only the comparison sees it. That is why the oracle was frozen before
-# the kernel.
+# program has stored. The last two never leave the pool, and for those no watchman helps. Slot 20
+# without its stride is element 20, which is a perfectly good number of slot 0. Only the comparison
+# sees it. That is why the oracle was frozen before the kernel.
 #
 # Here is the first one in the picture. The lane without a mask, in vermilion, points past the end:
 
@@ -433,6 +440,8 @@ today.widget("launch-grid", fault="tail mask forgotten")
 
 # %% [markdown]
 # ## Inside tlsim (for reading)
+#
+# Skip to "Measure it" now if you like; nothing there needs it.
 #
 # How can torch play a card? The trick is in one shape. What Triton holds per program, a number or a
 # block of numbers, tlsim holds **for all programs in one tensor**, the grid's three axes in front:
@@ -473,6 +482,9 @@ from typing import Any
 # **Options** are what you set with `tlsim.options`. **Wave** is a set of programs that run side by
 # side, with their numbers as three small tensors. A grid of a million programs runs as many waves, so
 # that memory stays bounded. `current()` is how the words of the language find the wave they are in.
+#
+# Options and waves are kept in a **ContextVar**: a global variable that is set for a while. `set` gives a token, and
+# `reset` with that token brings back what stood there before.
 
 
 # %% jupyter={"source_hidden": true}
@@ -1034,7 +1046,8 @@ def _refuse(wrong: torch.Tensor, pointer: Value, deed: str) -> None:
 # %% [markdown]
 # **Access** is one load or store as a trace keeps it. `bytes` is what the lanes asked for, and `rows`
 # the number of stretches it lies in: where a lane's neighbour is not its neighbour in memory, a new
-# stretch begins. You measure with it below.
+# stretch begins. You measure with it below. `coalesced` means here only that the last axis is a ramp,
+# however short.
 
 
 # %% jupyter={"source_hidden": true}
@@ -1199,7 +1212,8 @@ _wave.reset(hand)
 #
 # What is left is `@tlsim.jit`. A **Kernel** reads the function's source, as Triton does; refuses what
 # Triton has not got; and builds a Python function in which `tl` means tlsim, whatever it meant outside.
-# Then `launch` turns tensors into pointers and runs the function once per wave.
+# Then `launch` turns tensors into pointers and runs the function once per wave. `Loop`, `Rewrite` and
+# `named` are tomorrow's; take them as given.
 
 # %%
 from nanoserve.kernels.tlsim import language
@@ -1404,7 +1418,7 @@ _TRITON = SimpleNamespace(
 #
 # Take a matrix of 64 x 64 numbers, 16 KiB. Each program reads 64 of them: a tile of `ROWS` x `COLS`.
 # With 1 x 64, a program's lanes lie in one row; with 64 x 1, in a column, where neighbours are
-# 64 elements apart.
+# 64 elements apart. Counted besides: a **stretch** is a run of lanes that are neighbours in memory too.
 
 
 # %%
@@ -1416,7 +1430,8 @@ def read_tile(x_ptr, stride, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 
 def sectors(access):
-    """The bytes a card fetches for an access, each program by itself, in sectors of 32."""
+    """The bytes a card fetches for an access, each program by itself, in sectors of 32: these are
+    counted from the buffer's first element."""
     each = (access.offsets * access.itemsize // 32).flatten(1)
     return 32 * sum(
         len(program[live].unique()) for program, live in zip(each, access.live.flatten(1))
@@ -1485,15 +1500,15 @@ for access in seen.accesses:
     ratio = sectors(access) / access.bytes
     print(
         f"{access.kind:5} {access.name:8} {access.bytes:7,} bytes in {access.rows:3} stretches, "
-        f"fetched {ratio:.2f} times, coalesced: {access.coalesced}"
+        f"fetched {ratio:.2f} times"
     )
 whole = [sectors(access) == access.bytes for access in seen.accesses if access.name == "pool_ptr"]
 assert whole == [True]
 
 # %% [markdown]
 # No. A row of one head is 64 numbers side by side, 256 bytes, eight whole sectors. Where the next row
-# lies does not matter; that a row is *whole* does. This is why the pool ends in `head_dim`. (The slot
-# mapping ends in the middle of a sector, and each head's programs read it again.)
+# lies does not matter; that a row is *whole* does. This is why the pool ends in `head_dim`. The slot
+# mapping's 1.02: each head's reading ends in the middle of a sector.
 #
 # What the count does not show: a card's caches, which may catch a sector that another program has
 # fetched, and time. It is a count of a model. Day 27 measures a card.
@@ -1522,9 +1537,10 @@ for tile in (4, 16, 64):
         "serial": lambda tile=tile: timed("serial", tile),
         "lockstep": lambda tile=tile: timed("lockstep", tile),
         "lockstep, no checks": lambda tile=tile: timed("lockstep", tile, checks=False),
+        "pool[slot_mapping]": lambda: long_pool[scattered],
     }
     seconds = median_times(runs, rounds=3)
-    words = ", ".join(f"{name} {taken * 1e3:.1f} ms" for name, taken in seconds.items())
+    words = ", ".join(f"{name} {taken * 1e3:.2f} ms" for name, taken in seconds.items())
     print(f"tiles of {tile:2}: {words}")
     assert tile > 4 or seconds["serial"] > 3 * seconds["lockstep"]
 

@@ -178,12 +178,16 @@ OFFSETS = Exercise(
 NOBODY = -1.0  # what stands in the output before the launch
 
 
-def memory(n_kv: int, head_dim: int, slots: list[int], room: int = 0, layers: int = 1) -> tuple:
+def memory(
+    n_kv: int, head_dim: int, slots: list[int], room: int = 0, layers: int = 1, apart: int = 1
+) -> tuple:
     """A pool [32, n_kv, head_dim] in which no number is there twice, the slot mapping with `room`
-    more entries behind its end, and an output as long, full of NOBODY."""
+    more entries behind its end, and an output as long, full of NOBODY, whose rows lie `apart`
+    times as far from each other as they need."""
     pool = torch.arange(32.0 * n_kv * layers * head_dim).view(32, n_kv, layers, head_dim)[:, :, 0]
     mapping = torch.tensor([*slots, *(31 - i for i in range(room))])
-    return pool, mapping, torch.full((len(mapping), n_kv, head_dim), NOBODY)
+    out = torch.full((len(mapping), n_kv, apart, head_dim), NOBODY)[:, :, 0]
+    return pool, mapping, out
 
 
 def launch(kernel, pool, mapping, out, seq_total: int, tile: int) -> torch.Tensor:
@@ -205,6 +209,12 @@ def launch(kernel, pool, mapping, out, seq_total: int, tile: int) -> torch.Tenso
     return out
 
 
+ADVICE = {  # what tlsim says, and what to do about it here
+    "do not broadcast": "Stand the rows up: row[:, None] + dim[None, :]",
+    "a mask of shape": "Stand the rows up: held[:, None] & (dim < HEAD_DIM)[None, :]",
+    "a block of shape [] is indexed": "A pointer is not indexed: tl.load(pool_ptr + offset)",
+}
+
 SLOTS = [20, 21, 22, 23, 8, 9, 10, 11, 28, 29, 30, 31, 4]  # blocks 5, 2, 7 and 1, of 4 slots
 
 
@@ -223,7 +233,13 @@ def _gathered(
         pool = pool.clone()
         pool[nobody] = torch.nan
     with tlsim.options(order=order, poison=poison):
-        return launch(answer, pool, mapping, out, seq_total, tile)
+        try:
+            return launch(answer, pool, mapping, out, seq_total, tile)
+        except tlsim.KernelError as error:
+            said, _, line = str(error).partition("\n")
+            told = [advice for words, advice in ADVICE.items() if words in said]
+            error.args = (". ".join([said, *told]) + f"\n{line}",)
+            raise
 
 
 def _gather_cases() -> list[Case]:
@@ -234,6 +250,7 @@ def _gather_cases() -> list[Case]:
         case("one tile of 4, one KV head of 8", "one", 4, 4, 1, 8),
         case("slots 2, 0, 3 and 1: as many as positions", "one", 4, 4, 1, 8, [2, 0, 3, 1]),
         case("8 positions by tiles of 2", "tiles", 2, 8, 1, 8),
+        case("4 positions by tiles of 1", "tiles", 1, 4, 1, 8),
         case("8 positions by tiles of 2, serially, in a shuffled order", "tiles", 2, 8, 1, 8,
              order="serial"),
         case("one tile of 4, 3 KV heads of 8", "heads", 4, 4, 3, 8),
@@ -243,6 +260,8 @@ def _gather_cases() -> list[Case]:
              4, 10, 1, 8, room=4),
         case("heads of 6 numbers, by blocks of 8", "padded", 4, 8, 2, 6),
         case("a pool that holds two layers side by side", "strides", 4, 8, 2, 8, layers=2),
+        case("an output with room between its rows: 2 positions, 2 heads", "into", 2, 2, 2, 8,
+             apart=2),
         case("NaN in the slots that nobody owns", "poison", 4, 13, 2, 8, poison=True),
     ]  # fmt: skip
 
@@ -341,6 +360,13 @@ GATHER = Exercise(
             "pool_slot elements, whatever the shapes say: a stride is measured, not computed.",
             "row = slot * pool_slot + head * pool_head",
         ),
+        "into": (
+            "Here the output's rows do not touch: between two of them there is room for another. "
+            "Where does the row of position 1 begin?",
+            "At out_row, and each head out_head further on. The pool's strides say nothing about "
+            "it, and neither do the shapes.",
+            "row = position * out_row + head * out_head",
+        ),
         "poison": (
             "A lane that does not take part has read a row all the same. Which one?",
             "Where the mask is false, tl.load gives `other`: slot 0, and slot 0 is not yours. The "
@@ -370,6 +396,11 @@ GATHER = Exercise(
             ("tl.program_id(0) * TILE + tl", "tl"),
         ),
         _planted(
+            "The tiles overlap: a program has a whole tile, so multiply first: "
+            "tl.program_id(0) * TILE.",
+            ("tl.program_id(0) * TILE + tl", "tl.program_id(0) + tl"),
+        ),
+        _planted(
             "All programs read head 0: the pool's row lacks head * pool_head.",
             (_FROM, "row = slot * pool_slot"),
         ),
@@ -394,6 +425,46 @@ GATHER = Exercise(
             (_FROM, "row = slot * pool_head + head * pool_head"),
         ),
         _planted(
+            "The pool's strides have changed places: pool_slot goes with the slot, pool_head with "
+            "the head.",
+            (_FROM, "row = slot * pool_head + head * pool_slot"),
+        ),
+        _planted(
+            "The output's strides have changed places: out_row goes with the position, out_head "
+            "with the head.",
+            (_TO, "row = position * out_head + head * out_row"),
+        ),
+        _planted(
+            "The output's strides are computed from the shapes. An output may have room between "
+            "its rows: use out_row and out_head as they are handed in.",
+            (_TO, "row = (position * tl.num_programs(1) + head) * HEAD_DIM"),
+        ),
+        _planted(
+            "The output's strides are computed from BLOCK_D. The padding is in the block and not "
+            "in memory: use out_row and out_head as they are handed in.",
+            (_TO, "row = (position * tl.num_programs(1) + head) * BLOCK_D"),
+        ),
+        _planted(
+            "From head to head the output goes on by out_head, not by HEAD_DIM: there may be room "
+            "between its rows.",
+            (_TO, "row = position * out_row + head * HEAD_DIM"),
+        ),
+        _planted(
+            "From head to head the pool goes on by pool_head, not by HEAD_DIM: something else may "
+            "lie between.",
+            (_FROM, "row = slot * pool_slot + head * HEAD_DIM"),
+        ),
+        _planted(
+            "From head to head the output goes on by out_head, not by BLOCK_D: the padding is in "
+            "the block and not in memory.",
+            (_TO, "row = position * out_row + head * BLOCK_D"),
+        ),
+        _planted(
+            "From head to head the pool goes on by pool_head, not by BLOCK_D: the padding is in "
+            "the block and not in memory.",
+            (_FROM, "row = slot * pool_slot + head * BLOCK_D"),
+        ),
+        _planted(
             "The stride is computed from the shapes. In this pool something else lies between two "
             "rows: use pool_slot as it is handed in.",
             (_FROM, "row = (slot * tl.num_programs(1) + head) * HEAD_DIM"),
@@ -402,6 +473,11 @@ GATHER = Exercise(
             "The padded lanes take part: BLOCK_D lanes, and a head has HEAD_DIM numbers. The rest "
             "belongs to the next head, so mask it: dim < HEAD_DIM.",
             (_ROWS, "mask = held[:, None] & (dim >= 0)[None, :]"),
+        ),
+        _planted(
+            "The block's mask leaves out the positions, so the lanes of the tail store. Two masks "
+            "meet: held[:, None] & (dim < HEAD_DIM)[None, :].",
+            (_ROWS, "mask = (dim < HEAD_DIM)[None, :]"),
         ),
         _planted(
             "It stores to the slot and not to the position. That is a scatter: the output is "
@@ -568,7 +644,7 @@ def _launch_grid(fault: str = "none") -> widgets.FigureWidget:
         _draw_grid,
         tile=widgets.choice([2, 4, 8], 4),
         program=widgets.slider(0, 5, 2, label="program_id(0)"),
-        head=widgets.slider(0, HEADS - 1, 1, label="program_id(1)"),
+        head=widgets.slider(0, HEADS - 1, int(fault == "none"), label="program_id(1)"),
         fault=widgets.choice(list(FAULTS), fault, label="planted"),
     )
 
