@@ -243,11 +243,19 @@ def decode_benchmark(
 
 
 def engine_path(model: Model, cached: bool) -> Path:
-    pass
+    """Our own loop, greedy, with the contiguous cache or none, as a path of the benchmark."""
+    return _loop(model, lambda _: NaiveKVCache(model.config) if cached else None)
 
 
-def _loop():
-    pass
+def _loop(model: Model, empty_cache: Callable[[int], Cache | None]) -> Path:
+    def run(prompt: Sequence[int], tokens: int, on_token: Callable[[int], None]) -> list[int]:
+        cache, ids = empty_cache(len(prompt) + tokens), []
+        for chosen in generate_tokens(model, prompt, SamplingParams(max_tokens=tokens), cache):
+            on_token(chosen.token_id)
+            ids.append(chosen.token_id)
+        return ids
+
+    return run
 
 
 def oracle_path(oracle: Oracle, cached: bool) -> Path:

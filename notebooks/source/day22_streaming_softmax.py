@@ -190,7 +190,6 @@ from nanoserve.kernels import tlsim
 from nanoserve.kernels.tlsim.grid import fault
 from nanoserve.kernels.tlsim.language import _block_shape, bfloat16
 from nanoserve.kernels.tlsim.values import (
-    HALVES,
     Operand,
     Value,
     as_value,
