@@ -305,3 +305,17 @@ def test_weights_in_the_wrong_place_are_far_from_transformers(mistake, change):
     theirs, layer = their_layer(model, x, "block"), layer_of(model, 1)
     wrong = block(x, layer | change(layer), *rope_tables(config, 5), config)
     assert (wrong - theirs).abs().max() > 0.01 * theirs.abs().max(), mistake
+
+
+@pytest.mark.parametrize("seq_q", [1, 3])
+def test_attention_in_float64_keeps_its_digits(seq_q):
+    random = torch.Generator().manual_seed(3)
+    q = torch.randn(1, 6, seq_q, 8, generator=random, dtype=torch.float64)
+    k, v = torch.randn(2, 1, 2, 11, 8, generator=random, dtype=torch.float64)
+    whole = [x.repeat_interleave(3, dim=1) for x in (k, v)]
+    scores = q @ whole[0].transpose(2, 3) / 8**0.5
+    future = torch.arange(11) > torch.arange(11 - seq_q, 11)[:, None]
+    expected = scores.masked_fill(future, -torch.inf).softmax(-1) @ whole[1]
+    out = sdpa(q, k, v)
+    assert out.dtype == torch.float64
+    torch.testing.assert_close(out, expected, atol=1e-13, rtol=0)

@@ -508,15 +508,16 @@ def sdpa(
     q [batch, n_q, seq_q, head_dim]; k, v [batch, n_kv, seq_total, head_dim], the queries being the
     last seq_q of seq_total positions -> [batch, n_q, seq_q, head_dim]. Query head h reads KV head
     h // n_rep, by a view. `scale` defaults to head_dim ** -0.5. A tile never touches a key that
-    none of its queries may see; a single query attends in float32.
+    none of its queries may see; a single query attends in float32 at least.
     """
     batch, n_q, seq_q, head_dim = q.shape
     n_kv, seq_total = k.shape[1:3]
     scale = head_dim**-0.5 if scale is None else scale
     if seq_q == 1:  # nothing to mask, and hardly more work than reading k and v
-        rows = q.float().reshape(batch, n_kv, n_q // n_kv, head_dim) * scale
-        weights = (rows @ k.float().transpose(2, 3)).softmax(dim=-1)
-        return (weights @ v.float()).to(q.dtype).view(q.shape)
+        wide = torch.promote_types(q.dtype, torch.float32)
+        rows = q.to(wide).reshape(batch, n_kv, n_q // n_kv, head_dim) * scale
+        weights = (rows @ k.to(wide).transpose(2, 3)).softmax(dim=-1)
+        return (weights @ v.to(wide)).to(q.dtype).view(q.shape)
     q = q * scale  # fewer numbers to scale than scores
     q = q.reshape(batch * n_kv, n_q // n_kv, seq_q, head_dim)  # the heads that share keys, together
     k, v = k.flatten(0, 1), v.flatten(0, 1)  # [batch * n_kv, seq_total, head_dim]
