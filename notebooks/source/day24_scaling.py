@@ -73,7 +73,7 @@ for exponent in (0, 0.2, 0.5, 0.8, 1, 1.2, 2):
 
 # %% [markdown]
 # Logarithms do a second thing for us. Times of a sweep reach from 100 µs to 10 ms, and each is
-# wrong by some *percent*. On plain axes 5 % of the longest is as much as the whole of the shortest, so a
+# wrong by some *percent*. On plain axes 5 % of the longest, 500 µs, is several times the whole of the shortest, so a
 # least squares there listens to the last point and to no other. In logarithms 5 % is the same distance
 # everywhere: **each point weighs by its ratio to the line.**
 #
@@ -109,7 +109,9 @@ today.check(power_law)
 # Around your line stand the things that two numbers leave unsaid. **`seconds_per_token`** is measured at
 # the longest history, not read from the line. **`misfit`** is the factor by which the worst point lies
 # off: a line can be drawn through anything. And **`regime`** gives the exponent a name, with bounds that
-# were chosen, not found: up to 0.2, ten times the length costs at most 1.6 times the time.
+# were chosen, not found: up to 0.2, ten times the length costs at most 1.6 times the time. Mind the two senses
+# of the word: in the text a regime is a range in which one thing rules the time, and `fit.regime` is no more than
+# a name for the exponent, such as "linear".
 
 # %%
 from dataclasses import dataclass, replace
@@ -321,19 +323,19 @@ fig
 
 # %% [markdown]
 # **The honest reading.** On the left a line for each path, and the dots bow away from it: below in the
-# middle, above at both ends. One exponent for this sweep is an average of two regimes, and neither of
-# them grows that way. On the right the same dots in two parts. The short end is much flatter: there most of
-# the time is what it takes PyTorch to start a dozen small operations, and a token more is nearly free. The long
-# end is close to linear: there the bytes rule, and twice the bytes take twice as long.
+# middle, above at both ends. One exponent for this sweep is an average over two regimes, and neither of
+# them grows that way. On the right the same dots in two parts. The short end is flatter: part of its time is
+# the start of a dozen small operations. The long end is steeper and nearer to 1, and not there yet: even at
+# 4,096 a fixed part remains.
 #
 # So: quote the exponent **with its range**, and the cost of a token **at the longest history**. And the two paths?
-# They have the same exponent, so neither scales better than the other, and the same cost, since they do the
-# same sum.
+# They do the same sum, and both numbers are the same within noise: neither scales better than the other, and neither
+# is cheaper.
 #
 # Three things the fit does not say. It does not say *why*: flat may be a fixed cost, or a timer that
 # measures nothing. It must not be drawn on beyond its last dot: at 100,000 tokens a line from this sweep would
 # promise far too little. And a low exponent is no praise: **the slower the start, the flatter the
-# line.** Remember that in two days, when a simulator looks wonderfully flat.
+# line.** Remember that in two days, when a kernel in a simulator grows more slowly than a gather that beats it.
 #
 # ## With your own code
 #
@@ -362,4 +364,4 @@ print("the same exponent:", math.isclose(judged.exponent, fits["gather"].exponen
 # **In one paragraph.** We took the logarithms of lengths and times and laid the school book's line through
 # them: its slope is the exponent, and e to its intercept the constant. Closed forms and numpy agree, and what has
 # no fit is refused by name. Then Day 20's sweep taught the honest reading: a fixed cost makes the short end
-# flat, the bytes make the long end linear, and the exponent in between is nobody's law.
+# flatter, the bytes pull the long end towards linear, and the exponent of the whole is nobody's law.

@@ -46,7 +46,7 @@ today.picture("time-the-path")
 #
 # Every kernel comes with a benchmark, and the benchmark calls the kernel: with tensors made for it, the mapping
 # ready, the keys in their slots. It is quick to write, and it times something that no user ever waits for. **The engine
-# runs a path.** On a short history most of the path is not the kernel.
+# runs a path.** On a card, while the history is short, most of the path is not the kernel: you will compute how much.
 #
 # The other trap lies the other way round: to time the path and not notice that it took another turn. A dispatcher may
 # have fallen back, a mapping may be stale. So the rule of Day 13 stands: first the gate, then the clock. A path
@@ -499,6 +499,10 @@ for path, fit in fits.items():
     )
 cost = fits["dispatched"].seconds_per_token / fits["gather"].seconds_per_token
 print(f"tlsim takes {cost:.1f} times the gather's time; your guess: {today.guess('cost')}")
+at_64 = {row.path: row.seconds for row in rows if row.history == 64}
+print(
+    f"of its path at 64 tokens, {1 - at_64['gather'] / at_64['dispatched']:.0%} is beyond the gather's time"
+)
 print("backend:", select_backend("cpu"))
 assert select_backend("cpu") == "tlsim" and all(row.seconds > 0 for row in rows)
 
@@ -519,7 +523,9 @@ def draw(ax, rows, roof, names, title):
         style = (0, (5, 2.5)) if dashed else "solid"
         ax.plot(at, took, "o", color=COLOURS[colour])
         ax.plot(at, [fit.seconds(n) for n in at], color=COLOURS[colour], linestyle=style)
-        label_line(ax, at[len(at) // 2], took[len(at) // 2], name, COLOURS[colour], where)
+        i = len(at) // 2
+        height = max(took[i - 1 : i + 1]) if where == "above" else took[i]
+        label_line(ax, at[i], height, name, COLOURS[colour], where)
     floor = [row.bytes / roof * 1e6 for row in rows if row.path == "gather"]
     ax.plot(at, floor, color=COLOURS["limit"], linewidth=1.5)
     label_line(
@@ -528,6 +534,7 @@ def draw(ax, rows, roof, names, title):
     log2_axis(ax)
     ax.set_yscale("log")
     ax.set(xticks=at[::2] if len(at) > 5 else at, xlim=(at[0] / 2, at[-1] * 2))
+    ax.set_ylim(top=4e6 * max(row.seconds for row in rows))
     ax.set_title(title, loc="left", fontweight="bold")
 
 
@@ -548,9 +555,18 @@ fig
 # **The kernel loses here, and by a wide margin.** tlsim is a model of a card in PyTorch: each line of the kernel is a
 # tensor operation, started and finished before the next. It was built to be right and to be read.
 #
-# Now look at the exponents. The slowest path has the smallest: it looks the flattest. That is Day 24's warning come
-# true. The fixed cost of starting some dozens of operations hides the growth, and the *constant* tells the
+# How much of its path is the kernel? The gather's path writes through the same mapping, so what the dispatched path takes
+# beyond the gather's time is the kernel's, but for a few checks: by far the most of it, even at 64 tokens. Here the kernel
+# *is* the path.
+#
+# Now look at the exponents. Between the kernel and the gather, the slower has the smaller exponent. That is Day 24's
+# warning come true. The fixed cost of starting some dozens of operations hides the growth, and the *constant* tells the
 # truth: what a token costs at the long end. A fit without its constant would have praised the simulator.
+#
+# And the gather against the reference? They do the same work: each writes one token, copies the history out through
+# a mapping and lays it out as a strip, then calls `sdpa`. On a quiet machine they are close, as Day 24's two paths were. Where
+# they are not, it is noise, or the turn: the gather comes right behind the simulator, whose own tensors have just
+# filled the processor's caches.
 #
 # So why does the engine take this path on a CPU? Because it is the **same kernel** that a card runs: what you generate on a laptop
 # has gone through every line of it. `NANOSERVE_BACKEND=reference` is quicker where you only want text.
@@ -560,6 +576,8 @@ fig
 # A recorded run comes from one command on a machine with a card, and the file carries its label:
 #
 # `nanoserve bench read --cache --device cuda --record`
+#
+# or, where typer is missing, `python -m nanoserve.bench.runner --device cuda --record`: either does it.
 #
 # Before you look: the kernel has one program per query head. How many of an H200's 132
 # multiprocessors can it use, for SmolLM2 and for Llama?
@@ -596,12 +614,31 @@ for sweep in sweeps:
             f"{own[-3].history:,} on {end.exponent:5.2f}; at {own[-1].history:,} tokens "
             f"{own[-1].seconds * 1e6:.0f} µs, {own[-1].bytes_per_second / recorded['roof']:.1%} of the roof"
         )
-    for i in (0, -1):
-        kernel, gather = rows_of["dispatched"][i], rows_of["gather"][i]
+    first, *_, before, last = rows_of["dispatched"]
+    token = (last.seconds - before.seconds) / (last.history - before.history)
+    print(
+        f"  the kernel, {before.history:,} to {last.history:,} tokens: {token * 1e9:.0f} ns a token; {first.history} "
+        f"of them would be {token * first.history * 1e6:.1f} of the {first.seconds * 1e6:.0f} µs"
+    )
+
+# %% [markdown]
+# Both dtypes, at both ends. And the two models' kernels at the long one:
+
+# %%
+for sweep in recorded["sweeps"]:
+    at = {(row["path"], row["history"]): ReadRow(**row) for row in sweep["rows"]}
+    print(f"{sweep['model']}, {sweep['dtype']}")
+    for n in (64, 16_384):
+        kernel, gather = at["dispatched", n], at["gather", n]
+        best = max(row.bytes_per_second for row in at.values() if row.history == n)
         print(
-            f"  {kernel.history:,} tokens: the gather takes {gather.seconds / kernel.seconds:.1f} "
-            f"times as long as the kernel"
+            f"  {n:6,} tokens: kernel {kernel.seconds * 1e6:.0f} µs, gather {gather.seconds * 1e6:.0f} µs, "
+            f"{gather.seconds / kernel.seconds:.1f} times; the best of all at {best / recorded['roof']:.2%} of the roof"
         )
+ends = [ReadRow(**row) for sweep in sweeps for row in sweep["rows"]]
+ends = [row for row in ends if (row.path, row.history) == ("dispatched", 16_384)]
+for (name, shape), row in zip(MODELS.items(), ends):  # in float16
+    print(f"{name:12} {shape.n_q:2} programs, {row.bytes / 1e6:.1f} MB: {row.seconds * 1e6:.0f} µs")
 
 # %%
 fig, axes = figure(
@@ -609,7 +646,7 @@ fig, axes = figure(
 )
 there = {
     "dispatched": ("the kernel", "triton", False, "below"),
-    "gather": ("gather", "contiguous", False, "above"),
+    "gather": ("gather (grey: reference)", "contiguous", False, "above"),
     "reference": ("", "oracle", True, "below"),
 }
 for ax, name in zip(axes, MODELS):
@@ -620,14 +657,24 @@ for ax, name in zip(axes, MODELS):
 fig
 
 # %% [markdown]
-# **The honest reading.** Look first at the black line, far below everything. On a short history no path comes
-# near it: their time is what Python and PyTorch need to *ask* the card, and the card waits for them. That is the flat part.
-# The kernel wins there, since it is one launch where the gather is a dozen; it does not win by reading faster.
+# **The honest reading.** Look first at the black line, far below everything. No path comes near it on a short history,
+# nor on a long one: the best at 16,384 tokens reads at 1 to 4 % of the roof. On a short history the time is what
+# Python and PyTorch need to *ask* the card, and the card waits for them. That is the flat part. How little of it is the
+# kernel? By what a token costs at the long end, 64 tokens are a microsecond or two, of more than a hundred. (An
+# estimate: a tile has 128 lanes, and a launch has a start of its own. Several times as much would still be little.) On
+# a card, then, most of a short read is not the kernel. The kernel wins there, since it is one launch where the gather is
+# a dozen; it does not win by reading faster. Where the dots of all paths rise together, as Llama's do from 128 to 512
+# tokens, that is the host: a slower moment of the machine, and nothing that a path did.
 #
-# At the long end the gather stays flat, and the kernel climbs until they change places. It climbs because **most of the card is
-# idle.** One program per query head is 9 programs for SmolLM2 and 32 for Llama. The other multiprocessors have nothing
-# to do, however long the history is, and each busy one walks through all of it alone. The query heads that share a KV
-# head read the same keys again, each for itself. The gather moves five times the bytes, but with the whole card.
+# At the long end the kernel climbs, and in float16 the gather stays flat until they change places. In float32, where
+# it has twice the bytes to copy, its last times are higher, and at 16,384 tokens the kernel still leads.
+#
+# Why does the kernel climb? Because **most of the card is idle.** One program per query head is 9 programs for SmolLM2
+# and 32 for Llama. The best evidence on this page is the last two lines of the table: Llama has 3.6 times the programs
+# and 2.7 times the bytes, and takes hardly longer. Each program walks alone, so more of them cost no more: there
+# was room. The other multiprocessors have nothing to do, however long the history is, and each busy one walks
+# through all of it. The query heads that share a KV head read the same keys again, each for itself. The gather
+# moves five times the bytes, but with the whole card.
 #
 # And the kernel's exponent over the whole sweep? "Flat", and true of no part of it: look at the misfit beside it, and at
 # the exponent of the last three histories. Day 24 said so.
@@ -683,8 +730,7 @@ assert all(row.decode > 0 for row in generated)
 
 # %% [markdown]
 # All three said the same tokens, or there would be no times. The contiguous cache keeps up with transformers;
-# the simulated kernel does not, and a long prompt makes it worse (`nanoserve bench decode` prints the ratios
-# for any length). It is the price of running a card's program on a processor, and the engine's CPU path has
+# the simulated kernel does not (`nanoserve bench decode` prints the ratios for other lengths). It is the price of running a card's program on a processor, and the engine's CPU path has
 # room to grow: a later phase takes it up.
 #
 # ## With your own code
@@ -718,6 +764,6 @@ today.review()
 # reach? Day 27 finds the roof.
 #
 # **In one paragraph.** We wired a benchmark to the method that the engine itself calls, and let the oracle, with a mapping of its
-# own, judge every path before a clock was read. On the CPU the kernel runs in a simulator, slow to start and
-# therefore flat to look at; the constant gave it away. On the card a launch is only asked for, so the clock waits; and one
+# own, judge every path before a clock was read. On the CPU the kernel runs in a simulator, slow to start, and so
+# its exponent is smaller than that of the gather that beats it; the constant gave it away. On the card a launch is only asked for, so the clock waits; and one
 # program per query head leaves most of the card idle. The numbers are honest, and they are the ones to beat.

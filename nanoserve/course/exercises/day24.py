@@ -48,6 +48,27 @@ def _upside_down(lengths, seconds):
     return slope, math.exp(fmean(y) - slope * fmean(x))
 
 
+@wrong(
+    "The squares below the fraction are those of the y; they should be the x's. On a line the "
+    "exponent comes out as its inverse, and where no time changes this divides by zero."
+)
+def _squares_of_y(lengths, seconds):
+    x, y = _logs(lengths), _logs(seconds)
+    mean_x, mean_y = fmean(x), fmean(y)
+    top = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True))
+    slope = top / sum((b - mean_y) ** 2 for b in y)
+    return slope, math.exp(mean_y - slope * mean_x)
+
+
+@wrong("The fraction stands on its head: the products of x and y go above, the squares of x below.")
+def _on_its_head(lengths, seconds):
+    x, y = _logs(lengths), _logs(seconds)
+    mean_x, mean_y = fmean(x), fmean(y)
+    products = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True))
+    slope = sum((a - mean_x) ** 2 for a in x) / products
+    return slope, math.exp(mean_y - slope * mean_x)
+
+
 @wrong("The intercept is forgotten: the constant is e to the mean of log(seconds) alone.")
 def _no_intercept(lengths, seconds):
     return power_law(lengths, seconds)[0], math.exp(fmean(_logs(seconds)))
@@ -150,8 +171,9 @@ POWER_LAW = Exercise(
     },
     target="nanoserve.bench.scaling:power_law",
     wrong=(
-        _mixed_bases, _other_way_back, _upside_down, _no_intercept, _through_the_origin,
-        _still_a_logarithm, _swapped, _plain, _lengths_plain, _mean_of_slopes, _ends,
+        _mixed_bases, _other_way_back, _upside_down, _squares_of_y, _on_its_head, _no_intercept,
+        _through_the_origin, _still_a_logarithm, _swapped, _plain, _lengths_plain,
+        _mean_of_slopes, _ends,
     ),
 )  # fmt: skip
 

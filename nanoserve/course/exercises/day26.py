@@ -14,7 +14,7 @@ from nanoserve.kernels.reference import paged_attention_reference, tolerance
 from nanoserve.layers import sdpa
 
 CONFIG = replace(TINY, n_q=6, n_kv=2, head_dim=8, hidden_size=20, num_layers=4)
-HISTORY = 37  # three blocks, the last of them ragged
+HISTORY = 33  # the 32 held fill two blocks: the new token needs a third
 NAMES = ("dispatched", "gather", "reference")
 
 
@@ -56,12 +56,16 @@ def _outcome(answer, look: str):
             paths[name](layer)
             found[name] = [bool(x[layer, empty].any()) for x in (cache.pool.k, cache.pool.v)]
         return found
-    paths["reference"](2)  # so that every path finds the step written
+    if look != "reference":  # the others find the step written, whatever the answer's own writes
+        read_paths(cache, step, CONFIG.n_rep)["reference"](2)
     return paths[look](2)
 
 
 def _same(got, expected):
     """Equal, and a tensor within the read's own tolerance."""
+    if isinstance(expected, dict) and isinstance(got, dict):
+        off = next((name for name in expected if got.get(name) != expected[name]), None)
+        return None if off is None else f"{off}: expected {expected[off]}, got {got.get(off)}"
     if not isinstance(expected, torch.Tensor):
         return got == expected or f"expected {expected}, got {got}"
     if not isinstance(got, torch.Tensor) or got.shape != expected.shape:
@@ -119,6 +123,47 @@ def _reference_does_not_write(cache, step, n_rep):
     def reference(layer):
         pools = cache.pool.k[layer], cache.pool.v[layer]
         return paged_attention_reference(step["q"], *pools, slots, n_rep)
+
+    return _put(paths, reference=reference)
+
+
+@wrong(
+    "The table owns no block for the new token: those held fill their blocks to the last slot. "
+    "Call grow first; it takes the number of tokens in all, cache.seq_len + 1."
+)
+def _never_grown(cache, step, n_rep):
+    cache.table.grow(1)
+    torch.tensor([cache.table.slot(p) for p in range(cache.seq_len + 1)])
+    return read_paths(cache, step, n_rep)
+
+
+@wrong(
+    "The reference must write by itself, through its own mapping. cache.append writes through the "
+    "cache's, and that is one of the things that the reference judges."
+)
+def _written_by_the_cache(cache, step, n_rep):
+    paths = read_paths(cache, step, n_rep)
+    slots = torch.tensor([cache.table.slot(p) for p in range(cache.seq_len + 1)])
+
+    def reference(layer):
+        cache.append(layer, step["k"], step["v"])
+        pools = cache.pool.k[layer], cache.pool.v[layer]
+        return paged_attention_reference(step["q"], *pools, slots, n_rep)
+
+    return _put(paths, reference=reference)
+
+
+@wrong(
+    "The rows to write are [1, n_kv, head_dim], a token first. k[0] is [n_kv, 1, head_dim], heads "
+    "first: transpose its first two axes."
+)
+def _rows_by_head(cache, step, n_rep):
+    paths = read_paths(cache, step, n_rep)
+    slots = torch.tensor([cache.table.slot(p) for p in range(cache.seq_len + 1)])
+
+    def reference(layer):
+        cache.pool.k[layer].index_copy_(0, slots[-1:], step["k"][0])
+        return paths["reference"](layer)
 
     return _put(paths, reference=reference)
 
@@ -241,8 +286,9 @@ READ_PATHS = Exercise(
     },
     target="nanoserve.bench.runner:read_paths",
     wrong=(
-        _past_the_cache, _one_layer, _late_binding, _reference_does_not_write, _first_slots,
-        _one_short, _judges_itself, _gather_is_fused, _keys_for_values, _only_gathers,
+        _past_the_cache, _one_layer, _late_binding, _reference_does_not_write, _never_grown,
+        _written_by_the_cache, _rows_by_head, _first_slots, _one_short,
+        _judges_itself, _gather_is_fused, _keys_for_values, _only_gathers,
     ),
 )  # fmt: skip
 
@@ -292,6 +338,6 @@ REVIEW = (
     (
         "Day 26. The kernel alone is fast in a benchmark of its own. Why time the cache?",
         "The engine never runs the kernel alone. The write, the mapping, the checks and the launch "
-        "belong to the path, and on a short history they are most of it.",
+        "belong to the path, and on a card they are most of it while the history is short.",
     ),
 )
