@@ -212,7 +212,7 @@ def paged_attention_tlsim(
 
 
 _simulated = cache(tlsim.jit)  # each kernel is read once
-LANES = 1 << 15  # keys in the tiles of all programs that run side by side: what a cache holds
+LANES = 1 << 15  # keys in the tiles of programs side by side: what the processor's cache holds
 
 
 def paged_attention_dispatch(

@@ -10,8 +10,9 @@ ATOL, RTOL = 1e-5, 1e-4  # how far a float32 backend may be from the oracle
 def tolerance(dtype: torch.dtype) -> tuple[float, float]:
     """(atol, rtol) for a backend's output in dtype, against the oracle on the same inputs.
 
-    In float16 and bfloat16 the oracle rounds its scaled queries, scores and weights to the dtype
-    and a kernel need not: two units of the dtype's precision, of a value of order 1 and relative.
+    In float16 and bfloat16 the oracle of several queries rounds them, its scores and its weights to
+    the dtype (one query alone attends in float32), and a kernel need not round any: two units of
+    the dtype's precision, of a value of order 1 and relative.
     """
     if dtype == torch.float32:
         return ATOL, RTOL

@@ -153,7 +153,7 @@ for name, x in (("the view that attention makes", q), ("the same, copied", q.con
 #
 # ## Your turn: `launch_arguments`
 #
-# Give back the two things that a launch needs besides the tensors:
+# Give back, as two tuples, what a launch needs besides the tensors:
 #
 # | | what | of |
 # | --- | --- | --- |
@@ -411,7 +411,7 @@ def paged_attention_tlsim(
 
 
 _simulated = cache(tlsim.jit)  # each kernel is read once
-LANES = 1 << 15  # keys in the tiles of all programs that run side by side: what a cache holds
+LANES = 1 << 15  # keys in the tiles of programs side by side: what the processor's cache holds
 
 # %% [markdown]
 # ## Your turn: `choose`
@@ -428,9 +428,9 @@ LANES = 1 << 15  # keys in the tiles of all programs that run side by side: what
 # | any | | | `"tlsim"` or `"reference"` | as the override says |
 # | any | | | another name | ValueError that names it |
 #
-# `capability` is a pair such as `(9, 0)`, and None where there is no card. Two decisions are in the
-# table. Without an override nothing is ever refused: the engine runs, if slowly. With one nothing is
-# ever replaced: whoever asks for Triton and gets tlsim would measure the wrong thing and never know.
+# `capability` is a pair such as `(9, 0)`, and None where there is no card. (Tensors can lie on the CPU of
+# a machine that has one: the device decides.) Two decisions are in the table. Without an override nothing
+# is ever refused: the engine runs, if slowly. With one nothing is ever replaced: whoever asks for Triton and gets tlsim would measure the wrong thing and never know.
 
 
 # %%
@@ -628,6 +628,7 @@ assert torch.equal(out, right)
 # %%
 import argparse
 import json
+import math
 import platform
 import re
 import shutil
@@ -847,17 +848,21 @@ for cells in zip(*columns.values()):
     row = f"{cells[0].dtype:9} {cells[0].read}"
     print(f"{row:36}", *(f"{cell.largest:12.1e}" for cell in cells))
 worst = max(row.largest for rows in columns.values() for row in rows if row.dtype == "float32")
+used = max(row.used for rows in columns.values() for row in rows if row.dtype == "float32")
 print(f"float32 at worst {worst:.0e}; your guess: 10 to the minus {today.guess('apart')}")
+print(f"of what the tolerance allows in float32, at most {used:.3f} is used")
 assert 0 < worst < ATOL
+assert used < 0.2
 
 # %%
 from nanoserve.course.plots import COLOURS, figure, label_line, prediction_marker
 
 fig, ax = figure(
-    height=4.8, xlabel="largest difference from the oracle, float32", title="Who ran the kernel"
+    height=5.8, xlabel="largest difference from the oracle, float32", title="Who ran the kernel"
 )
 names = [read.name for read in READS]
-looks = zip("osDv", ("tlsim", "triton", "triton", "triton"), (-0.3, 0, 0.3, 0.15))
+shifts = torch.linspace(-0.33, 0.33, len(columns)).tolist()
+looks = zip("osDv", ("tlsim", "triton", "triton", "triton"), shifts)
 for (engine, rows), (marker, colour, shift) in zip(columns.items(), looks):
     rows = [row for row in rows if row.dtype == "float32"]
     at = [names.index(row.read) + shift for row in rows]
@@ -879,28 +884,39 @@ fig
 # %% [markdown]
 # In float32 all differ from the oracle, and from each other, in the seventh digit: the same products,
 # added in tiles of different sizes and in different orders. They use a few hundredths of what Day 18
-# allowed. The first token has nothing to add, and comes out equal to the last bit.
+# allowed, at most (the last line above the plot). The first token has nothing to add, and comes out equal
+# to the last bit.
 #
-# In 16 bits (the table has them) the differences are a thousand times larger, and nearly the same for
-# every engine. Then who is off: the kernel, or the oracle? Ask somebody who does not round: the
-# reference in float64.
+# In 16 bits (the table has them) the differences are larger. With several queries they are some thousand
+# times larger in float16 and ten thousand in bfloat16, and within a factor of two or so the same for every
+# engine. With a single query they are anything from nothing to one unit of the format: a sum just beside
+# the middle between two neighbours may be rounded to either. Then who is off: the kernel, or the oracle?
+# Ask somebody who does not round: the reference in float64.
 
 # %%
+# NBVAL_IGNORE_OUTPUT
 for dtype in (torch.float16, torch.bfloat16):
-    nearer = 0
+    nearer = {"several queries": [], "a single query": []}
+    equal = {"several queries": [], "a single query": []}
     for read in READS[1:]:
         tensors, n_rep = draw(read, dtype), read.n_q // read.n_kv
         wide = [x.double() if x.is_floating_point() else x for x in tensors]
         exact = paged_attention_reference(*wide, n_rep)
         outs = (paged_attention_tlsim(*tensors, n_rep), paged_attention_reference(*tensors, n_rep))
         kernel, oracle = (float((out.double() - exact).abs().max()) for out in outs)
-        nearer += kernel <= oracle
-    print(f"{dtype!s:15} the kernel is nearer on most reads:", nearer > 4)
+        which = "several queries" if read.seq_q > 1 else "a single query"
+        equal[which].append(math.isclose(kernel, oracle, rel_tol=0.01))
+        nearer[which].append(kernel < oracle and not equal[which][-1])
+    for which in nearer:
+        counts = f"nearer on {sum(nearer[which])}, equal on {sum(equal[which])}"
+        print(f"{dtype!s:15} {which:16} the kernel is {counts} of {len(nearer[which])}")
+    assert sum(nearer["several queries"]) > 2
 
 # %% [markdown]
-# The **kernel** is nearer. It sums in float32 and rounds once, at the end; the oracle rounds queries,
-# scores and weights on the way, as Day 18 said when it gave 16 bits more room. An oracle is what you
-# compare with, and here it is not the best that could be had: it is the engine's own plain sum.
+# With several queries the **kernel** is nearer. It sums in float32 and rounds once, at the end; the oracle
+# rounds queries, scores and weights on the way. A single query the oracle too attends in float32, and
+# the two tie. An oracle is what you compare with, and here it is not the best that could be had: it is
+# the engine's own plain sum.
 #
 # What the plot does not show: time (Day 26 measures it, and the interpreter is no way to run a model),
 # and keys of a real model. And agreement on eight reads is not agreement on all; the tests under
@@ -937,15 +953,24 @@ for capability in (75, 80, 90, 100) if has_triton() else ():
     target = next(line for line in ptx if line.startswith(".target"))
     size = len(binary.asm["cubin"]) / 1024
     print(f"{target:15} {len(ptx):,} lines of PTX, {size:.0f} KiB of code, {shared} bytes shared")
+    code = [line for line in ptx if re.match(r"\s+(@\S+\s+)?[a-z]", line)]
+    parts = {
+        "loads": r"\bld\.global",
+        "float sums": r"\b(add|fma)\S*\.f32",
+        "shuffles": r"\bshfl\.",
+    }
+    counts = {name: sum(bool(re.search(p, line)) for line in code) for name, p in parts.items()}
+    print(f"{len(code):,} instructions,".rjust(35), counts)
     assert f"sm_{capability}" in target
     assert 0 <= shared <= 64 * 1024
 if not has_triton():
     print("Triton is not installed here: there is nothing to compile with.")
 
 # %% [markdown]
-# Few lines of Python became thousands of PTX, most of them loads and sums, written out for each thread's
-# share of a tile. And almost no shared memory: this kernel multiplies and sums in registers, with no
-# `tl.dot`. Day 28 will change that, and then the limit counts.
+# Few lines of Python became thousands of PTX. Some half of those are instructions, written out for each
+# thread's share of a tile: loads from memory, float sums, shuffles that pass sums between threads, and
+# addresses and masks. The rest are directives and labels. And almost no shared memory: this kernel
+# multiplies and sums in registers, with no `tl.dot`. Day 28 will change that, and then the limit counts.
 #
 # Compiled is not run. That the code is *right* was said by the table above, on the card where it ran.
 #

@@ -54,14 +54,14 @@ today.picture("paged-read-dispatch")
 # how loosely, and why that is no retreat.
 
 # %%
-today.glossary("spy", "plumbing", "wiring test", "tolerance", "byte-equal", "deviation")
+today.glossary("spy", "wiring test", "tolerance", "deviation")
 
 # %% [markdown]
 # ## Your turn: a wiring test
 #
 # Before the line moves, write the test that will see whether it did. The numbers cannot: the oracle and
-# the kernel agree to five digits, so a cache that still asked the oracle would pass every test of
-# numbers. Only a **spy** in the dispatcher's place knows.
+# the kernel differ in the seventh digit (Day 23), so a cache that still asked the oracle would pass every
+# test of numbers. Only a **spy** in the dispatcher's place knows.
 #
 # `cache.py` imports the dispatcher by name, so that is the name to replace:
 # `nanoserve.cache.paged_attention_dispatch`. Put a spy there, let the cache attend, and say `True` if all
@@ -73,9 +73,10 @@ today.glossary("spy", "plumbing", "wiring test", "tolerance", "byte-equal", "dev
 # | pools | it gets this layer's own pools: those very tensors' memory, no copy |
 # | mapping | the slots of the whole history, this step's tokens included |
 # | answer | what it returns comes back untouched: the same object |
-# | back | afterwards the real dispatcher is in its place again |
+# | back | afterwards the real dispatcher is in its place again, also if the cache raised |
 #
-# The check runs your test on one cache that is wired right and on seven that are not.
+# The check runs your test on caches that are wired right, on seven that are not, and on one that raises
+# (then your test may raise as well).
 
 # %%
 import torch
@@ -217,17 +218,20 @@ for name, held, seq in (("decode", 70, 1), ("prefill", 0, 33), ("continuation", 
 # %% [markdown]
 # ## What the tests must say now
 #
-# Four tests in `tests/test_cache.py` are stated anew today:
+# Four tests in `tests/test_cache.py` are stated anew today: three reads, and the logits of a model. The
+# last row is not:
 #
 # | test | until today | from today |
 # | --- | --- | --- |
 # | decode, prefill, continuation: the fused read against contiguous attention | `torch.equal` | `allclose` at `ATOL`, `RTOL` |
-# | a two-layer model's paged logits against the naive ones | within 1e-6 | within 1e-5 |
+# | a tiny random model's paged logits against the naive ones | within 1e-6 | within 1e-5 |
 # | scatter and gather: what was written comes back | `torch.equal` | `torch.equal` |
 #
-# The tolerance is not a number that somebody liked. It is the read's own, **borrowed** from
-# `kernels/reference.py`, where the approximation is defined and the kernel was graded. And see what stays
-# exact: moving numbers about loses nothing, so where numbers are only moved, equality is still asked for.
+# The tolerance of the three reads is not a number that somebody liked. It is the read's own, **borrowed**
+# from `kernels/reference.py`, where the approximation is defined and the kernel was graded. For logits
+# nobody has defined one, since layers and a head come after the read. That bound is **chosen**: ten times
+# the old one, for a tiny model whose logits are small. And see what stays exact: moving numbers about
+# loses nothing, so where numbers are only moved, equality is still asked for.
 #
 # Was it paging, then, that was byte-identical all these days? No. Put the oracle back behind the very
 # same cache:
@@ -235,28 +239,32 @@ for name, held, seq in (("decode", 70, 1), ("prefill", 0, 33), ("continuation", 
 
 # %%
 def against_contiguous(backend):
-    """(equal in every bit, within tolerance): the fused read, and sdpa over the same history."""
+    """The fused read and sdpa over the same history, in all layers and steps: (equal in every bit,
+    within the read's tolerance), and whether scatter and gather gave back every bit."""
     from nanoserve.layers import sdpa
 
     cache, strip = scattered(0), NaiveKVCache(config)
+    equal, close, moved = [], [], []
     with use_backend(backend):
         for seq in (33, 1, 7):
             k, v, q = draw(config.n_kv, seq), draw(config.n_kv, seq), draw(config.n_q, seq)
             for layer in range(config.num_layers):
                 ours = cache.paged_attention(layer, k, v, q, config.n_rep)
-                contiguous = sdpa(q, *strip.append(layer, k, v))
-    close = torch.allclose(ours, contiguous, atol=ATOL, rtol=RTOL)
-    gathered = cache.pool.k[3][cache.slot_mapping].transpose(0, 1)
-    moved = torch.equal(gathered, strip._k[3, :, : strip.seq_len])
-    return torch.equal(ours, contiguous), close, moved
+                keys, values = strip.append(layer, k, v)
+                contiguous = sdpa(q, keys, values)
+                equal.append(torch.equal(ours, contiguous))
+                close.append(torch.allclose(ours, contiguous, atol=ATOL, rtol=RTOL))
+                slots = [cache.table.slot(p) for p in range(keys.shape[2])]
+                gathered = cache.pool.k[layer][slots].transpose(0, 1)
+                moved.append(torch.equal(gathered, keys[0]))
+    return all(equal), all(close), all(moved)
 
 
 for backend in ("reference", "tlsim"):
     equal, close, moved = against_contiguous(backend)
-    print(f"{backend:10} close: {close}; scatter and gather equal in every bit: {moved}")
+    print(f"{backend:10} close: {close}; equal in every bit: the read {equal}, the gather {moved}")
     assert close and moved
     assert equal or backend != "reference"
-print("with the reference, the read too is equal in every bit")
 
 # %% [markdown]
 # The identity belonged to the oracle. Paging only ever moved keys and values from one place to another,
@@ -309,6 +317,16 @@ print(f"order of magnitude: 1e{math.floor(math.log10(apart.max()))}")
 print("your guess:", today.guess("deviation"))
 assert 1e-8 < apart.max() < 1e-5 * size
 
+at_once = in_steps(two_layers, NaiveKVCache(two_layers.config), [sum(steps)])
+itself = (at_once - naive).abs().max()
+print(f"the naive path, all tokens at once, from itself in steps: {itself:.1e}")
+assert itself < 1e-5 * size
+
+# %% [markdown]
+# The 1e-5 of the table was an absolute bound, on that test's tiny random model. SmolLM2's logits are much
+# larger (the first line above), and so is the last digit of each. Here the limit is relative: 1e-5 of the
+# largest logit.
+
 # %%
 from nanoserve.course.plots import COLOURS, figure, prediction_marker
 
@@ -327,12 +345,15 @@ ax.set(ylim=(1e-7, 30 * limit))
 fig
 
 # %% [markdown]
-# It does not grow along the text: every position's error is made anew by its own sums, and nothing feeds
-# it back. (What does feed back is a token: should a roundoff ever tip the choice between two equally
-# likely ones, the texts part there. Greedy tokens are compared below for that reason.)
+# Position 0 has no dot: with one key there is nothing to add, the difference is 0, and a logarithmic axis
+# has no place for it. After it the deviation does not grow along the text: every position's error is made
+# anew by its own sums, and nothing feeds it back. (What does feed back is a token: should a roundoff ever
+# tip the choice between two equally likely ones, the texts part there. Greedy tokens are compared below
+# for that reason.)
 #
-# What the plot does not show: other roundings of the same size. Change the number of threads, or the
-# library that multiplies, and the *naive* path moves as far from itself.
+# What the plot does not show: other roundings of the same size. Cut the text into other steps, and the
+# *naive* path moves about as far from itself (the last line above the plot). The kernel is one more
+# order of adding.
 #
 # ## Prove it: the tokens
 #
@@ -370,8 +391,8 @@ assert answer.text.startswith(" Paris")
 #
 # 1. **Byte-identity was the oracle's property, not paging's.** Know whose promise you rely on, and you know
 #    when it ends.
-# 2. **A tolerance is borrowed from where the approximation is defined.** A test that invents its own number
-#    tests nothing but that number.
+# 2. **A tolerance is borrowed from where the approximation is defined.** Where none is defined, as for
+#    logits, a bound has to be chosen, and the test should say so.
 # 3. **A dispatcher makes the fallback the default, and the kernel prove its preconditions.** What runs
 #    anywhere runs first; what is fast has to show that it can.
 #

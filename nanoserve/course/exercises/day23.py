@@ -209,6 +209,15 @@ def _channels_too(q, k_pool, v_pool, out):
     return grid, tuple(step for tail in tails for step in tail)
 
 
+@wrong(
+    "14 strides; the kernel takes 8: none for the batch, which is 1, and none for channels, which "
+    "lie side by side."
+)
+def _all_strides(q, k_pool, v_pool, out):
+    grid, _ = launch_arguments(q, k_pool, v_pool, out)
+    return grid, (*q.stride(), *k_pool.stride(), *v_pool.stride(), *out.stride())
+
+
 LAUNCH = Exercise(
     "launch_arguments",
     _launch_cases,
@@ -238,7 +247,7 @@ LAUNCH = Exercise(
     wrong=(
         _grid_turned, _grid_of_kv_heads, _grid_flat, _grid_of_channels, _from_shapes,
         _axes_0_and_1, _sequence_first, _head_before_slot, _keys_for_values, _query_for_out,
-        _bytes, _sizes, _channels_too,
+        _bytes, _sizes, _channels_too, _all_strides,
     ),
 )  # fmt: skip
 
@@ -277,11 +286,13 @@ def _choose_cases() -> list[Case]:
         case("an H200 where Triton is missing", "elsewhere", "cuda", False, (9, 0)),
         case("the CPU, Triton installed", "elsewhere", "cpu", True, None),
         case("the CPU of a Windows laptop", "elsewhere", "cpu", False, None),
+        case("the CPU of a machine that has an H200", "elsewhere", "cpu", True, (9, 0)),
         case("a Mac's GPU, were Triton there", "elsewhere", "mps", True, None),
         case('an H200, override "tlsim"', "override", "cuda", True, (9, 0), "tlsim"),
         case('the CPU, override "reference"', "override", "cpu", True, None, "reference"),
         case('an L4, override "triton"', "override", "cuda", True, (8, 9), "triton"),
         refused('the CPU, override "triton"', "cpu", True, None, "triton"),
+        refused('the CPU beside an H200, override "triton"', "cpu", True, (9, 0), "triton"),
         refused('a V100, override "triton"', "cuda", True, (7, 0), "triton"),
         refused('no Triton, override "triton"', "cuda", False, (9, 0), "triton"),
         refused('an H200, override "cuda"', "cuda", True, (9, 0), "cuda"),
@@ -305,6 +316,14 @@ def _by(able, override, *, reject=True, known=BACKENDS):
 )
 def _wrong_device(device_type, has_triton, capability, override=None):
     return _by(has_triton and (capability is None or capability >= (7, 5)), override)
+
+
+@wrong(
+    "The device is not looked at, only whether a card is there. Tensors can lie on the CPU of a "
+    'machine that has an H200, and Triton cannot reach them: ask for "cuda" too.'
+)
+def _device_forgotten(device_type, has_triton, capability, override=None):
+    return _by(has_triton and capability is not None and capability >= (7, 5), override)
 
 
 @wrong(
@@ -436,7 +455,7 @@ CHOOSE = Exercise(
         "elsewhere": (
             "Three things must hold for Triton. Which one fails here, and what runs then?",
             'The device must be "cuda", Triton installed, the card new enough. Ask in this order: '
-            "away from a card the capability is None. Whatever fails, the answer is tlsim.",
+            "where there is no card the capability is None. Whatever fails, the answer is tlsim.",
             'return "triton" if able else "tlsim", with able false before the capability is read',
         ),
         "override": (
@@ -454,8 +473,9 @@ CHOOSE = Exercise(
     },
     solution=choose,
     wrong=(
-        _wrong_device, _not_the_cpu, _triton_forgotten, _any_card, _as_text, _as_float,
-        _part_by_part, _major_only, _above, _override_ignored, _card_decides, _two_only,
+        _wrong_device, _device_forgotten, _not_the_cpu, _triton_forgotten, _any_card,
+        _as_text, _as_float, _part_by_part, _major_only, _above, _override_ignored,
+        _card_decides, _two_only,
         _silent_fallback, _override_unseen, _no_fallback, _oracle_as_fallback,
     ),
 )  # fmt: skip

@@ -1,8 +1,11 @@
 """Day 25: a test that sees whether a cache is wired to the dispatcher."""
 
+from contextlib import contextmanager, suppress
+
 import torch
 
 import nanoserve.cache
+import nanoserve.kernels.dispatch
 from nanoserve.cache import KVPool, PagedKVCache
 from nanoserve.course.exercise import Case, Exercise, wrong
 from nanoserve.course.exercises.day07 import CONFIG
@@ -67,14 +70,33 @@ class Retouched(PagedKVCache):
         return _read(q, self.pool.k[layer], self.pool.v[layer], slots, n_rep, scale) + 0
 
 
-def _inputs(kind: type[PagedKVCache]) -> tuple:
+class Watching(Right):
+    """Wired right, and it notes whether cache.py's name was another function's meanwhile."""
+
+    real, replaced = None, False
+
+    def paged_attention(self, *args, **kwargs):
+        self.replaced = nanoserve.cache.paged_attention_dispatch is not self.real
+        return super().paged_attention(*args, **kwargs)
+
+
+class CacheFails(Exception):
+    """What the cache that raises raises; no RuntimeError, as the unwritten answer's is one."""
+
+
+class Failing(PagedKVCache):
+    def paged_attention(self, layer, k, v, q, n_rep, scale=None):
+        raise CacheFails("this cache always fails")
+
+
+def _inputs(kind: type[PagedKVCache], poison: bool = True) -> tuple:
     """A cache of this kind with HISTORY tokens in scattered blocks, and the next step's tensors."""
     random = torch.Generator().manual_seed(25)
 
     def draw(heads: int, seq: int) -> torch.Tensor:
         return torch.randn(1, heads, seq, CONFIG.head_dim, generator=random)
 
-    pool = KVPool(CONFIG, num_blocks=8, block_size=4, poison=True)
+    pool = KVPool(CONFIG, num_blocks=8, block_size=4, poison=poison)
     other, cache = PagedKVCache(pool), kind(pool)
     for owner, seq in ((other, 2), (cache, 4), (other, 3), (cache, HISTORY - 4)):
         for layer in range(CONFIG.num_layers):
@@ -82,23 +104,42 @@ def _inputs(kind: type[PagedKVCache]) -> tuple:
     return cache, LAYER, draw(CONFIG.n_kv, SEQ), draw(CONFIG.n_kv, SEQ), draw(CONFIG.n_q, SEQ)
 
 
-def _verdict(answer, kind: type[PagedKVCache]) -> bool:
+@contextmanager
+def _dispatcher_kept():
+    """The dispatcher, put back afterwards under both its names, whatever the answer left there."""
+    holders = nanoserve.cache, nanoserve.kernels.dispatch
     dispatch = nanoserve.cache.paged_attention_dispatch
     try:
-        return bool(answer(*_inputs(kind), CONFIG.n_rep))
-    except AssertionError:
-        return False  # a test may speak by assert
+        yield dispatch
     finally:
-        nanoserve.cache.paged_attention_dispatch = dispatch
+        for holder in holders:
+            holder.paged_attention_dispatch = dispatch
 
 
-def _puts_back(answer) -> bool:
-    dispatch = nanoserve.cache.paged_attention_dispatch
-    try:
-        answer(*_inputs(Right), CONFIG.n_rep)
+def _verdict(answer, kind: type[PagedKVCache], poison: bool = True, layers: bool = False) -> bool:
+    """What the answer says; with `layers` the pool holds a list, one tensor for each layer."""
+    cache, *step = _inputs(kind, poison)
+    if layers:
+        cache.pool.k, cache.pool.v = list(cache.pool.k), list(cache.pool.v)
+    with _dispatcher_kept():
+        try:
+            return bool(answer(cache, *step, CONFIG.n_rep))
+        except AssertionError:
+            return False  # a test may speak by assert
+
+
+def _replaces(answer) -> bool:
+    cache, *step = _inputs(Watching)
+    with _dispatcher_kept() as cache.real, suppress(AssertionError):
+        answer(cache, *step, CONFIG.n_rep)
+    return cache.replaced
+
+
+def _puts_back(answer, kind: type[PagedKVCache]) -> bool:
+    with _dispatcher_kept() as dispatch:
+        with suppress(AssertionError, CacheFails):
+            answer(*_inputs(kind), CONFIG.n_rep)
         return nanoserve.cache.paged_attention_dispatch is dispatch
-    finally:
-        nanoserve.cache.paged_attention_dispatch = dispatch
 
 
 def _cases() -> list[Case]:
@@ -107,6 +148,14 @@ def _cases() -> list[Case]:
 
     return [
         case("a cache that is wired right", "right", Right),
+        Case("the same, in a pool without poison", (Right, False), kind="right", call=_verdict),
+        Case(
+            "the same, in a pool that is a list, one tensor per layer",
+            (Right, True, True),
+            kind="right",
+            call=_verdict,
+        ),
+        Case("cache.py's name is another function's meanwhile", kind="calls", call=_replaces),
         case("never asks the dispatcher", "calls", Never),
         case("asks it twice", "calls", Twice),
         case("hands over layer 0's pools for layer 1", "pools", OtherLayer),
@@ -114,11 +163,12 @@ def _cases() -> list[Case]:
         case("hands over V's pool for K's, and K's for V's", "pools", Exchanged),
         case("leaves this step's own tokens out of the mapping", "mapping", OldHistory),
         case("computes with the answer before it hands it back", "answer", Retouched),
-        Case("afterwards the dispatcher is in its place again", kind="back", call=_puts_back),
+        Case("afterwards the dispatcher is in its place", (Right,), kind="back", call=_puts_back),
+        Case("so it is after a cache that raises", (Failing,), kind="back", call=_puts_back),
     ]
 
 
-def _test(calls=None, pools=None, mapping=None, answer=None, back=True):
+def _test(calls=None, pools=None, mapping=None, answer=None, back="always", where=nanoserve.cache):
     """The right test, with one of its looks replaced by another."""
 
     def wiring_test(cache, layer, k, v, q, n_rep):
@@ -129,13 +179,14 @@ def _test(calls=None, pools=None, mapping=None, answer=None, back=True):
             seen.append(args)
             return told
 
-        dispatch = nanoserve.cache.paged_attention_dispatch
-        nanoserve.cache.paged_attention_dispatch = spy
+        dispatch, raised = where.paged_attention_dispatch, True
+        where.paged_attention_dispatch = spy
         try:
             got = cache.paged_attention(layer, k, v, q, n_rep)
+            raised = False
         finally:
-            if back:
-                nanoserve.cache.paged_attention_dispatch = dispatch
+            if back == "always" or (back == "unless it raises" and not raised):
+                where.paged_attention_dispatch = dispatch
         if not (calls(seen) if calls else len(seen) == 1):
             return False
         if not seen:
@@ -196,14 +247,31 @@ WRONG = (
     wrong(
         "The spy is left in the dispatcher's place, and all that runs later asks it. Put the real "
         "one back, in a finally: also if the cache raises."
-    )(_test(back=False)),
+    )(_test(back="never")),
+    wrong(
+        "When the cache raises, the line that puts the dispatcher back is never reached, and all "
+        "that runs later asks your spy. Put that line in a finally."
+    )(_test(back="unless it raises")),
+    wrong(
+        "The pools are compared with `is`, and pool.k[layer] is not the same object twice: "
+        "indexing makes a new view each time. Compare data_ptr()."
+    )(_test(pools=lambda given, own: given[0] is own[0] and given[1] is own[1])),
+    wrong(
+        "The pools are compared with torch.equal, and slots that nobody wrote hold NaN, which is "
+        "unequal to itself. Nor would equal numbers show a copy: compare data_ptr()."
+    )(_test(pools=lambda given, own: all(map(torch.equal, given, own)))),
+    wrong(
+        "The spy was never asked: it stands in nanoserve.kernels.dispatch, and cache.py holds its "
+        "own name for the dispatcher. Replace nanoserve.cache.paged_attention_dispatch."
+    )(_test(where=nanoserve.kernels.dispatch)),
 )
 
 HINTS = {
     "right": (
         "The test says False of a cache that is wired right. Which of its looks is too strict?",
         "The length of a sequence moves with its last layer, and this is layer 1 of several: "
-        "cache.slot_mapping does not hold this step's tokens yet.",
+        "cache.slot_mapping does not hold this step's tokens yet. And a pool's layer is a new view "
+        "each time, with NaN in it: compare data_ptr().",
         "Note cache.seq_len before the call; the mapping then has k.shape[2] slots more.",
     ),
     "calls": (
