@@ -430,7 +430,8 @@ LANES = 1 << 15  # keys in the tiles of programs side by side: what the processo
 #
 # `capability` is a pair such as `(9, 0)`, and None where there is no card. (Tensors can lie on the CPU of
 # a machine that has one: the device decides.) Two decisions are in the table. Without an override nothing
-# is ever refused: the engine runs, if slowly. With one nothing is ever replaced: whoever asks for Triton and gets tlsim would measure the wrong thing and never know.
+# is ever refused: the engine runs, if slowly. With one nothing is ever replaced: whoever asks for Triton and gets tlsim
+# would measure the wrong thing and never know.
 
 
 # %%
