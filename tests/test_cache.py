@@ -594,8 +594,9 @@ def attending(layer_tokens: tuple[int, ...], **options) -> tuple:
 
 # Day 25 restated these four. Until then they said torch.equal, and 1e-6 for the logits: the read
 # was the oracle's own sum, and byte-identity its property, not paging's. A kernel adds the same
-# numbers in another order. So its tolerance is borrowed from where the approximation is defined;
-# what only moves numbers, scatter and gather, stays equal to the last bit.
+# numbers in another order. So the reads borrow their tolerance from where the approximation is
+# defined, and the logits, which come two layers and a head later, get ten times their old bound.
+# What only moves numbers, scatter and gather, stays equal to the last bit.
 
 
 def test_pinned_the_fused_read_is_contiguous_attention_on_decode():
