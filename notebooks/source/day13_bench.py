@@ -766,7 +766,8 @@ def load_model(
 def join_projections(model: Model, name: str, parts: list[str]) -> None:
     """Give each layer "<name>.weight", the rows of several projections joined; a bias likewise.
 
-    The names it has keep their values, as views of those rows: nothing lies in memory twice.
+    The names it has keep their values, as views of those rows: nothing lies in memory twice. What
+    is written into a part is seen by the whole; another tensor put under its name is not.
     """
     for i, layer in enumerate(model.layers):
         for kind in ("weight", "bias"):
