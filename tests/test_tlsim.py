@@ -452,6 +452,19 @@ def test_one_program_may_store_to_an_address_twice():
     assert out.tolist() == [1] * 8
 
 
+def test_arguments_of_two_lengths_at_one_address_share_what_was_stored():
+    @tlsim.jit
+    def kernel(short_ptr, long_ptr, start):
+        tl.store(short_ptr + tl.program_id(0), 1.0)
+        tl.store(long_ptr + start - tl.program_id(0), 2.0)
+
+    memory = torch.zeros(8)
+    kernel[(2,)](memory[:2], memory, 7)
+    assert memory.tolist() == [1, 1, 0, 0, 0, 0, 2, 2]
+    with refuses(r"stores where another program has stored, long_ptr\["):
+        kernel[(2,)](memory[:2], memory, 1)
+
+
 def test_poison_makes_reading_a_nan_an_error():
     x = torch.tensor([0.0, 1.0, 2.0, 3.0])
     x[2] = torch.nan
