@@ -12,8 +12,7 @@ import torch.nn.functional as F
 
 from nanoserve.config import ModelConfig
 
-QUERY_TILE = 256  # queries that attend at once: enough to fill a matmul, few enough to skip keys
-PIECE = 512  # rows of a narrow product that go at once in 16 bits on a CPU
+QUERY_TILE = 128  # queries that attend at once: enough to fill a matmul, few enough to skip keys
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -70,20 +69,13 @@ def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [..., in] times weight [out, in], plus bias [out] -> [..., out].
 
-    The same sum, asked for in the way that a CPU does fastest: a single row, as in a decode step,
-    as a matrix-vector product; in 16 bits, many rows times a narrow weight in pieces.
+    A single row, as in a decode step, is a matrix-vector product: the same sum, for which PyTorch
+    has a faster routine on a CPU in bfloat16.
     """
-    rows = x.numel() // x.shape[-1]
-    if rows == 1:
-        out = torch.mv(weight, x.flatten())
-        return (out if bias is None else out + bias).view(*x.shape[:-1], -1)
-    narrow = len(weight) < 1024 and weight.dtype.itemsize == 2 and x.device.type == "cpu"
-    if rows <= PIECE or not narrow:
+    if x.numel() > x.shape[-1]:
         return F.linear(x, weight, bias)
-    out = x.new_empty(rows, len(weight))  # as one product, oneDNN would leave it to one core
-    for piece, room in zip(x.flatten(0, -2).split(PIECE), out.split(PIECE), strict=True):
-        torch.mm(piece, weight.t(), out=room)
-    return (out if bias is None else out.add_(bias)).view(*x.shape[:-1], -1)
+    out = torch.mv(weight, x.flatten())
+    return (out if bias is None else out + bias).view(*x.shape[:-1], -1)
 
 
 def swiglu(
@@ -192,7 +184,7 @@ def gqa_attention(
 def _qkv(x: torch.Tensor, layer: dict[str, torch.Tensor]) -> torch.Tensor:
     """q, k and v of x in a row, [batch, seq, (n_q + 2 * n_kv) * head_dim].
 
-    One product where the layer has their weights joined (`join_projections`), else three.
+    One product where the layer has their weights joined (`join_qkv`), else three.
     """
     if "self_attn.qkv_proj.weight" in layer:
         return _linear(x, layer, "self_attn.qkv_proj")
@@ -224,12 +216,5 @@ def block(
     normed = rms_norm(x, layer["input_layernorm.weight"], config.norm_eps)
     x = x + gqa_attention(normed, layer, cos, sin, config, cache, index)
     normed = rms_norm(x, layer["post_attention_layernorm.weight"], config.norm_eps)
-    return x + _mlp(normed, layer)
-
-
-def _mlp(x: torch.Tensor, layer: dict[str, torch.Tensor]) -> torch.Tensor:
-    """swiglu with the layer's weights; gate and up in one product where it has them joined."""
-    if "mlp.gate_up_proj.weight" in layer:
-        gate, up = _linear(x, layer, "mlp.gate_up_proj").chunk(2, dim=-1)
-        return _linear(F.silu(gate).mul_(up), layer, "mlp.down_proj")
-    return swiglu(x, *(layer[f"mlp.{name}_proj.weight"] for name in ("gate", "up", "down")))
+    names = ("mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight")
+    return x + swiglu(normed, *(layer[name] for name in names))

@@ -93,25 +93,21 @@ def load_model(
     path = resolve(source)
     config = load_config(path)
     model = Model(config, load_weights(path, config, dtype, device))
-    join_projections(model, "self_attn.qkv_proj", [f"self_attn.{part}_proj" for part in "qkv"])
-    if dtype != torch.float32:  # there two products are as fast as one
-        join_projections(model, "mlp.gate_up_proj", ["mlp.gate_proj", "mlp.up_proj"])
+    join_qkv(model)
     return model
 
 
-def join_projections(model: Model, name: str, parts: list[str]) -> None:
-    """Give each layer "<name>.weight", the rows of several projections joined; a bias likewise.
+def join_qkv(model: Model) -> None:
+    """Give each layer "self_attn.qkv_proj.weight", the rows of q, k and v joined; a bias likewise.
 
     The names it has keep their values, as views of those rows: nothing lies in memory twice. What
-    is written into a part is seen by the whole; another tensor put under its name is not.
+    is written into one of them is seen by the whole; another tensor put under its name is not.
     """
     for i, layer in enumerate(model.layers):
-        for kind in ("weight", "bias"):
-            names = [f"{part}.{kind}" for part in parts]
-            if names[0] not in layer:  # no bias
-                continue
-            joined = torch.cat([layer[part] for part in names])
-            views = joined.split([len(layer[part]) for part in names])
-            for part, view in zip(names, views, strict=True):
-                layer[part] = model.weights[f"model.layers.{i}.{part}"] = view
-            layer[f"{name}.{kind}"] = joined
+        for kind in ("weight", "bias") if model.config.qkv_bias else ("weight",):
+            names = [f"self_attn.{letter}_proj.{kind}" for letter in "qkv"]
+            joined = torch.cat([layer[name] for name in names])
+            views = joined.split([len(layer[name]) for name in names])
+            for name, view in zip(names, views, strict=True):
+                layer[name] = model.weights[f"model.layers.{i}.{name}"] = view
+            layer[f"self_attn.qkv_proj.{kind}"] = joined

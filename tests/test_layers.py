@@ -10,12 +10,10 @@ from transformers.models.llama import modeling_llama
 
 from nanoserve.config import parse_config
 from nanoserve.layers import (
-    PIECE,
     QUERY_TILE,
     apply_rope,
     block,
     gqa_attention,
-    linear,
     rms_norm,
     rope_frequencies,
     rope_tables,
@@ -58,29 +56,6 @@ def test_rms_norm_equals_transformers_and_leaves_its_input(dtype):
     assert ours.dtype == dtype
     assert torch.equal(ours, theirs(x))
     assert torch.equal(x, before)
-
-
-@pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("shape", [(1,), (1, 1), (3,), (2, PIECE), (1, PIECE + 1), (2, PIECE, 2)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_linear_is_the_sum_in_every_way_it_is_asked_for(dtype, shape, with_bias):
-    x, weight = torch.randn(*shape, 24).to(dtype), torch.randn(40, 24).to(dtype)
-    bias = torch.randn(40).to(dtype) if with_bias else None
-    before = x.clone()
-    ours = linear(x, weight, bias)
-    exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
-    assert ours.dtype == dtype
-    size = x.double().abs() @ weight.double().abs().T + 5  # of what was summed, bias included
-    assert ((ours.double() - exact).abs() < 2 * torch.finfo(dtype).eps * size).all()
-    assert torch.equal(x, before)
-
-
-def test_linear_hands_over_a_narrow_product_of_16_bits_in_pieces(monkeypatch):
-    rows = []
-    product = torch.mm
-    monkeypatch.setattr(torch, "mm", lambda x, *a, **k: rows.append(len(x)) or product(x, *a, **k))
-    linear(torch.randn(2, PIECE + 3, 8).bfloat16(), torch.randn(5, 8).bfloat16())
-    assert rows == [PIECE, PIECE, 6]
 
 
 def test_swiglu_is_the_formula_and_tells_gate_from_up():

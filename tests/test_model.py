@@ -11,7 +11,7 @@ import transformers
 
 from nanoserve.config import load_config
 from nanoserve.fetch import fetch
-from nanoserve.model import Model, join_projections, load_model
+from nanoserve.model import Model, join_qkv, load_model
 from nanoserve.weights import load_weights
 from tests.checkpoints import KINDS, LLAMA3, apart, edit_json, random_model, reference_logits, save
 
@@ -76,27 +76,19 @@ def test_the_real_model_equals_transformers_on_the_reference_prompts():
             assert int(logits[0, -1].argmax()) == case["greedy_ids"][0], name
 
 
-JOINTS = {
-    "self_attn.qkv_proj": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
-    "mlp.gate_up_proj": ["mlp.gate_proj", "mlp.up_proj"],
-}
-
-
 def plain_and_joined(kind: str, folder: Path) -> tuple[Model, Model]:
-    """A model of a checkpoint as it was saved, and one with its projections joined."""
+    """A model of a checkpoint as it was saved, and one with its q, k and v weights joined."""
     path = save(random_model(kind), folder)
     config = load_config(path)
     plain, joined = (Model(config, load_weights(path, config)) for _ in range(2))
-    for name, parts in JOINTS.items():
-        join_projections(joined, name, parts)
+    join_qkv(joined)
     return plain, joined
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_load_model_joins_qkv_and_in_16_bits_gate_and_up(dtype, tmp_path):
-    for layer in load_model(save(random_model("llama-gqa"), tmp_path), dtype).layers:
-        assert "self_attn.qkv_proj.weight" in layer
-        assert ("mlp.gate_up_proj.weight" in layer) == (dtype != torch.float32)
+def test_load_model_joins_q_k_and_v(dtype, tmp_path):
+    model = load_model(save(random_model("llama-gqa"), tmp_path), dtype)
+    assert all("self_attn.qkv_proj.weight" in layer for layer in model.layers)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -119,23 +111,29 @@ def test_joined_weights_keep_every_name_and_value_and_take_no_more_memory(kind, 
 
 
 @pytest.mark.parametrize("kind", ["llama-gqa", "llama-bias", "qwen3-bias"])
-def test_joined_rows_are_those_of_the_parts_in_order(kind, tmp_path):
-    plain, joined = plain_and_joined(kind, tmp_path)
-    for before, after in zip(plain.layers, joined.layers, strict=True):
-        for name, parts in JOINTS.items():
-            for end in ("weight", "bias"):
-                rows = [before[f"{part}.{end}"] for part in parts if f"{part}.{end}" in before]
-                assert (f"{name}.{end}" in after) == bool(rows)
-                if rows:
-                    assert torch.equal(after[f"{name}.{end}"], torch.cat(rows))
+def test_joined_rows_are_those_of_q_then_k_then_v(kind, tmp_path):
+    _, model = plain_and_joined(kind, tmp_path)
+    for layer in model.layers:
+        for part in ("weight", "bias") if model.config.qkv_bias else ("weight",):
+            rows = torch.cat([layer[f"self_attn.{letter}_proj.{part}"] for letter in "qkv"])
+            assert torch.equal(layer[f"self_attn.qkv_proj.{part}"], rows)
+        assert ("self_attn.qkv_proj.bias" in layer) == model.config.qkv_bias
+
+
+def test_what_is_written_into_a_part_is_seen_by_the_whole(tmp_path):
+    plain, joined = plain_and_joined("llama-gqa", tmp_path)
+    for model in (plain, joined):
+        model.weights["model.layers.0.self_attn.k_proj.weight"].mul_(2)
+        model.layers[1]["self_attn.v_proj.weight"].zero_()
+    torch.testing.assert_close(joined(ids_of(1, 9)), plain(ids_of(1, 9)), atol=1e-5, rtol=1e-5)
 
 
 def test_a_layer_whose_weights_are_joined_reads_no_other_projection(tmp_path):
     _, model = plain_and_joined("llama-gqa", tmp_path)
     expected = model(ids_of(1, 5))
     for layer in model.layers:
-        for part in (part for parts in JOINTS.values() for part in parts):
-            del layer[f"{part}.weight"]
+        for letter in "qkv":
+            del layer[f"self_attn.{letter}_proj.weight"]
     assert torch.equal(model(ids_of(1, 5)), expected)
 
 

@@ -153,16 +153,16 @@ today.check(swiglu)
 # - Every matrix of the engine is multiplied by `linear`. It is `F.linear` with one exception: when
 #   `x` is a single row, as it will be for every token after the prompt, it asks for a matrix-vector
 #   product. The sum is the same, and in bfloat16 PyTorch's CPU routine for it is clearly the faster
-#   one. (Day 13 measures, and gives `linear` its last form.)
+#   one.
 
 
 # %% jupyter={"source_hidden": true}
-# until day 13: lands in nanoserve/layers.py
+# lands in nanoserve/layers.py
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [..., in] times weight [out, in], plus bias [out] -> [..., out].
 
     A single row, as in a decode step, is a matrix-vector product: the same sum, for which PyTorch
-    has a faster routine on a CPU.
+    has a faster routine on a CPU in bfloat16.
     """
     if x.numel() > x.shape[-1]:
         return F.linear(x, weight, bias)
@@ -170,8 +170,6 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     return (out if bias is None else out + bias).view(*x.shape[:-1], -1)
 
 
-# %% jupyter={"source_hidden": true}
-# lands in nanoserve/layers.py
 def swiglu(
     x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor
 ) -> torch.Tensor:

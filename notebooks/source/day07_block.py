@@ -128,7 +128,7 @@ today.check(block)
 
 
 # %% jupyter={"source_hidden": true}
-# until day 13: lands in nanoserve/layers.py
+# lands in nanoserve/layers.py
 def block(
     x: torch.Tensor,
     layer: dict[str, torch.Tensor],

@@ -475,14 +475,14 @@ def keys_of_a_tile(start: int, tile: int, seq_q: int, seq_total: int) -> int:
 
 
 # %%
-for tile in (1_024, 256, 128, 32):
+for tile in (1_024, 512, 128, 32):
     scores = sum(tile * keys_of_a_tile(s, tile, 1_024, 1_024) for s in range(0, 1_024, tile))
     print(f"tiles of {tile:5,}: {scores:9,} scores a head, {scores / 1_024**2:3.0%} of the square")
 
 # %% [markdown]
 # Smaller tiles waste less, and make more and smaller products, each of which costs something to start.
-# 32 saves hardly more than 128. Which is the fastest depends on the machine; over a whole prompt of
-# 1,024 tokens, sizes from 96 to 256 came out alike on ours in float32, and in bfloat16 256 was ahead.
+# 32 saves hardly more than 128. Which is the fastest depends on the machine; over a whole
+# prompt of 1,024 tokens in float32, 96 and 128 were the best of those tried on ours.
 #
 # Here is `sdpa` in its final form. The sum is Day 6's, with four differences that change no more than
 # the last digit:
@@ -497,7 +497,7 @@ for tile in (1_024, 256, 128, 32):
 
 # %% jupyter={"source_hidden": true}
 # lands in nanoserve/layers.py
-QUERY_TILE = 256  # queries that attend at once: enough to fill a matmul, few enough to skip keys
+QUERY_TILE = 128  # queries that attend at once: enough to fill a matmul, few enough to skip keys
 
 
 def sdpa(
@@ -574,22 +574,22 @@ print(
     torch.allclose(sdpa(some, k, v), theirs, atol=1e-5),
 )
 one = in_tiles_of(1_024, q, k, v)
-for tile in (512, 256, 100, 32):
+for tile in (512, 128, 100, 32):
     assert torch.allclose(in_tiles_of(tile, q, k, v), one, atol=1e-5, rtol=1e-4)
 print("any tile gives the sum of one matmul")
 
 # %%
 today.predict(
-    "tiles", "At 1,024 tokens, how many times faster are tiles of 256 than one matmul?", guess=None
+    "tiles", "At 1,024 tokens, how many times faster are tiles of 128 than one matmul?", guess=None
 )
 
 # %%
 # NBVAL_IGNORE_OUTPUT
-sizes = (8, 32, 128, 256, 1_024)
+sizes = (8, 32, 128, 512, 1_024)
 took = median_times({n: lambda n=n: in_tiles_of(n, q, k, v) for n in sizes}, rounds=3)
-print(f"one matmul {took[1_024] * 1e3:.0f} ms, tiles of 256 {took[256] * 1e3:.0f} ms")
-print(f"{took[1_024] / took[256]:.1f} times faster; your guess: {today.guess('tiles') or 'none'}")
-assert took[256] < took[1_024]
+print(f"one matmul {took[1_024] * 1e3:.0f} ms, tiles of 128 {took[128] * 1e3:.0f} ms")
+print(f"{took[1_024] / took[128]:.1f} times faster; your guess: {today.guess('tiles') or 'none'}")
+assert took[128] < took[1_024]
 
 # %%
 fig, ax = figure(
@@ -598,13 +598,13 @@ fig, ax = figure(
 line(ax, sizes, [took[n] * 1e3 for n in sizes], "", COLOURS["contiguous"])
 label_line(ax, 1_024, took[1_024] * 1e3, "1,024:\none matmul", COLOURS["contiguous"])
 if guess := today.guess("tiles"):
-    prediction_marker(ax, 256, took[1_024] / guess * 1e3)
+    prediction_marker(ax, 128, took[1_024] / guess * 1e3)
 log2_axis(ax)
 ax.set(ylim=(0, None), xlim=(6, 3_000), xticks=sizes)
 fig
 
 # %% [markdown]
-# Half of the scores are gone, and often more than half of the time: the scores of a tile are small
+# Nearly half of the scores are gone, and often more than half of the time: the scores of a tile are small
 # enough to stay near the processor, while a million of them have to travel to memory and back. That is
 # a lesson about bytes again. Too small a tile loses what it won; how small that is, your machine says.
 #
@@ -635,72 +635,22 @@ print(f"in 16 bits {took['tile'] * 1e6:.0f} µs, in float32 {took['float32'] * 1
 # on our machine: PyTorch's product of 16-bit numbers is slow for so few rows. (Day 5's `linear` goes
 # round the same thing.)
 #
-# ## A core that waits
+# ## One product for three
 #
-# We let `torch.profiler` time every operation of a prefill in bfloat16, with two threads and with one. One
-# line stood out: `down`, from 1,536 numbers to 576, took hardly less time with two cores than with one.
-# oneDNN, the library beneath PyTorch's 16-bit products, cuts a product into pieces for the cores, and of
-# a long prompt with so narrow a result it makes work for one. Up to 512 rows it does better. So `linear`
-# gets its last form, which hands such a product over 512 rows at a time.
-
-# %%
-import torch.nn.functional as F
-
-
-# %% jupyter={"source_hidden": true}
-# lands in nanoserve/layers.py
-PIECE = 512  # rows of a narrow product that go at once in 16 bits on a CPU
-
-
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x [..., in] times weight [out, in], plus bias [out] -> [..., out].
-
-    The same sum, asked for in the way that a CPU does fastest: a single row, as in a decode step,
-    as a matrix-vector product; in 16 bits, many rows times a narrow weight in pieces.
-    """
-    rows = x.numel() // x.shape[-1]
-    if rows == 1:
-        out = torch.mv(weight, x.flatten())
-        return (out if bias is None else out + bias).view(*x.shape[:-1], -1)
-    narrow = len(weight) < 1024 and weight.dtype.itemsize == 2 and x.device.type == "cpu"
-    if rows <= PIECE or not narrow:
-        return F.linear(x, weight, bias)
-    out = x.new_empty(rows, len(weight))  # as one product, oneDNN would leave it to one core
-    for piece, room in zip(x.flatten(0, -2).split(PIECE), out.split(PIECE), strict=True):
-        torch.mm(piece, weight.t(), out=room)
-    return (out if bias is None else out.add_(bias)).view(*x.shape[:-1], -1)
-
-
-# %%
-# NBVAL_IGNORE_OUTPUT
-x = torch.randn(1_024, config.intermediate_size, generator=generator).bfloat16()
-down = model.layers[0]["mlp.down_proj.weight"].bfloat16()
-took = median_times(
-    {"at once": lambda: F.linear(x, down), "in pieces": lambda: linear(x, down)}, rounds=30
-)
-print(", ".join(f"{seconds * 1e3:.2f} ms {name}" for name, seconds in took.items()))
-assert torch.allclose(linear(x, down), F.linear(x, down), atol=1e-2, rtol=1e-2)
-
-# %% [markdown]
-# Does it help on yours? It is a remedy for one library on some processors, and where the library does well
-# by itself, it changes little. Such a rule belongs in one place, with its reason beside it, so that it can
-# go when the reason goes.
-#
-# ## One product for several
-#
-# A decode step reads every weight once; bytes are not left to be saved. But each product also costs
+# A decode step reads every weight once, and joining saves no bytes. But each product also costs
 # something to start, and k and v have only 192 rows each, beside q's 576. All three multiply the same
-# `x`. So lay their rows one behind another, once, when a model is loaded, and multiply once. The MLP's
-# gate and up are such a pair as well.
+# `x`. So lay their rows one behind another, once, when a model is loaded, and multiply once.
 #
-# Weights stay just names. A layer's dictionary gets two more, `self_attn.qkv_proj.weight` and
-# `mlp.gate_up_proj.weight`, and the old names become views of their rows. `_qkv` and `_mlp` ask for the
-# new names; a layer that does not have them gets its products one by one.
+# Weights stay just names. A layer's dictionary gets one more, `self_attn.qkv_proj.weight`, and the three
+# old names become views of its rows. `_qkv` asks for the new name; a layer that does not have it gets three
+# products.
 
 # %%
+from pathlib import Path
+
 from nanoserve.config import load_config
 from nanoserve.fetch import resolve
-from nanoserve.layers import _linear, gqa_attention, rms_norm, swiglu
+from nanoserve.layers import _linear
 from nanoserve.weights import load_weights
 
 
@@ -709,38 +659,11 @@ from nanoserve.weights import load_weights
 def _qkv(x: torch.Tensor, layer: dict[str, torch.Tensor]) -> torch.Tensor:
     """q, k and v of x in a row, [batch, seq, (n_q + 2 * n_kv) * head_dim].
 
-    One product where the layer has their weights joined (`join_projections`), else three.
+    One product where the layer has their weights joined (`join_qkv`), else three.
     """
     if "self_attn.qkv_proj.weight" in layer:
         return _linear(x, layer, "self_attn.qkv_proj")
     return torch.cat([_linear(x, layer, f"self_attn.{letter}_proj") for letter in "qkv"], dim=-1)
-
-
-def block(
-    x: torch.Tensor,
-    layer: dict[str, torch.Tensor],
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    config: ModelConfig,
-    cache: Cache | None = None,
-    index: int = 0,
-) -> torch.Tensor:
-    """One decoder block: attention, then the MLP, each on a normed copy and added to the stream.
-
-    x [batch, seq, hidden] -> the same shape; the other arguments are gqa_attention's.
-    """
-    normed = rms_norm(x, layer["input_layernorm.weight"], config.norm_eps)
-    x = x + gqa_attention(normed, layer, cos, sin, config, cache, index)
-    normed = rms_norm(x, layer["post_attention_layernorm.weight"], config.norm_eps)
-    return x + _mlp(normed, layer)
-
-
-def _mlp(x: torch.Tensor, layer: dict[str, torch.Tensor]) -> torch.Tensor:
-    """swiglu with the layer's weights; gate and up in one product where it has them joined."""
-    if "mlp.gate_up_proj.weight" in layer:
-        gate, up = _linear(x, layer, "mlp.gate_up_proj").chunk(2, dim=-1)
-        return _linear(F.silu(gate).mul_(up), layer, "mlp.down_proj")
-    return swiglu(x, *(layer[f"mlp.{name}_proj.weight"] for name in ("gate", "up", "down")))
 
 
 # %% jupyter={"source_hidden": true}
@@ -757,53 +680,45 @@ def load_model(
     path = resolve(source)
     config = load_config(path)
     model = Model(config, load_weights(path, config, dtype, device))
-    join_projections(model, "self_attn.qkv_proj", [f"self_attn.{part}_proj" for part in "qkv"])
-    if dtype != torch.float32:  # there two products are as fast as one
-        join_projections(model, "mlp.gate_up_proj", ["mlp.gate_proj", "mlp.up_proj"])
+    join_qkv(model)
     return model
 
 
-def join_projections(model: Model, name: str, parts: list[str]) -> None:
-    """Give each layer "<name>.weight", the rows of several projections joined; a bias likewise.
+def join_qkv(model: Model) -> None:
+    """Give each layer "self_attn.qkv_proj.weight", the rows of q, k and v joined; a bias likewise.
 
     The names it has keep their values, as views of those rows: nothing lies in memory twice. What
-    is written into a part is seen by the whole; another tensor put under its name is not.
+    is written into one of them is seen by the whole; another tensor put under its name is not.
     """
     for i, layer in enumerate(model.layers):
-        for kind in ("weight", "bias"):
-            names = [f"{part}.{kind}" for part in parts]
-            if names[0] not in layer:  # no bias
-                continue
-            joined = torch.cat([layer[part] for part in names])
-            views = joined.split([len(layer[part]) for part in names])
-            for part, view in zip(names, views, strict=True):
-                layer[part] = model.weights[f"model.layers.{i}.{part}"] = view
-            layer[f"{name}.{kind}"] = joined
+        for kind in ("weight", "bias") if model.config.qkv_bias else ("weight",):
+            names = [f"self_attn.{letter}_proj.{kind}" for letter in "qkv"]
+            joined = torch.cat([layer[name] for name in names])
+            views = joined.split([len(layer[name]) for name in names])
+            for name, view in zip(names, views, strict=True):
+                layer[name] = model.weights[f"model.layers.{i}.{name}"] = view
+            layer[f"self_attn.qkv_proj.{kind}"] = joined
 
 
 # %%
-QKV = ("self_attn.qkv_proj", ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"])
-GATE_UP = ("mlp.gate_up_proj", ["mlp.gate_proj", "mlp.up_proj"])
+def both_ways(dtype: torch.dtype) -> dict[str, Model]:
+    """The same weights twice: as they were loaded, and joined."""
+    apart, joined = (
+        Model(config, load_weights(resolve("smollm2"), config, dtype)) for _ in range(2)
+    )
+    join_qkv(joined)
+    return {"apart": apart, "joined": joined}
 
 
-def joined(dtype: torch.dtype, *joints: tuple[str, list[str]]) -> Model:
-    """The model with some of its projections joined, and the others as they were loaded."""
-    model = Model(config, load_weights(resolve("smollm2"), config, dtype))
-    for name, parts in joints:
-        join_projections(model, name, parts)
-    return model
-
-
-apart, both = joined(torch.float32), joined(torch.float32, QKV, GATE_UP)
-held = [*both.weights.values(), *(w for layer in both.layers for w in layer.values())]
+apart, joined = both_ways(torch.float32).values()
+held = [*joined.weights.values(), *(w for layer in joined.layers for w in layer.values())]
 stored = {w.untyped_storage().data_ptr(): w.untyped_storage().nbytes() for w in held}
-values_kept = all(torch.equal(both.weights[name], w) for name, w in apart.weights.items())
+values_kept = all(torch.equal(joined.weights[name], w) for name, w in apart.weights.items())
 print("every name keeps its values:", values_kept)
 print("nothing is stored twice:", sum(stored.values()) == bytes_per_token(config, 0, torch.float32))
 x = torch.randn(1, 1, config.hidden_size, generator=generator)
-for product in (_qkv, _mlp):
-    several, one = (product(x, way.layers[0]) for way in (apart, both))
-    print(f"{product.__name__} gives what it gave:", torch.allclose(one, several, atol=1e-4))
+three, one = (_qkv(x, way.layers[0]) for way in (apart, joined))
+print("one product gives what three give:", torch.allclose(one, three, atol=1e-4))
 
 # %% [markdown]
 # Now the time, of whole steps: one token, with no history, through all 30 layers and the head.
@@ -812,22 +727,20 @@ for product in (_qkv, _mlp):
 # NBVAL_IGNORE_OUTPUT
 token = torch.tensor([[504]])
 for dtype in (torch.float32, torch.bfloat16):
-    ways = {
-        "apart": joined(dtype),
-        "qkv joined": joined(dtype, QKV),
-        "gate and up too": joined(dtype, QKV, GATE_UP),
-    }
-    steps = {name: lambda way=way: [way(token) for _ in range(4)] for name, way in ways.items()}
+    ways = both_ways(dtype).items()
+    steps = {name: lambda way=way: [way(token) for _ in range(4)] for name, way in ways}
     took = median_times(steps, rounds=15)
     times = ", ".join(f"{seconds / 4 * 1e3:.1f} ms {name}" for name, seconds in took.items())
     print(f"{dtype}: a step takes {times}")
 
 # %% [markdown]
-# In bfloat16 the joined step is the faster one, by about a tenth. In float32 the three differ by a few per
-# cent, and on our machine it changed from run to run which was ahead. So `load_model` joins gate and up
-# in 16 bits alone: what is not seen to help stays out. q, k and v it joins in both, for a reason of its
-# own: queries and keys now stand side by side as heads of one tensor, and the last form of
-# `gqa_attention`, on Day 19, turns them in one call without laying them there first.
+# In bfloat16 the joined step is the faster one. In float32 the two differ by a few per cent, and on our
+# machine it changed from run to run which was ahead. `load_model` joins in both.
+#
+# There is a second gain. Queries and keys now stand side by side as heads of one tensor, and the last form
+# of `gqa_attention`, on Day 19, turns them in one call, with nothing to be laid together first. And there is a price: the three old names are views.
+# Write into one, and the joined rows change with it; put another tensor under its name, and the model goes
+# on with the old rows.
 #
 # ## Your answer is the engine
 #
@@ -845,8 +758,8 @@ print(f"a token after 512 reads {step / 1e6:.0f} MB; in bfloat16 it would be hal
 # ## What you learned
 #
 # 1. **A time without its correctness, its length and its roof is not a measurement.**
-# 2. **The cache turns a slope into a line that is almost flat,** and about half of what is left is the
-#    time it takes to read the model.
+# 2. **The cache turns a slope into a line that is almost flat,** and much of what is left is the time
+#    it takes to read the model.
 # 3. **Prefill computes, decode reads.** Ask which of the two you are in before you optimise anything.
 #
 # ## The week in questions
@@ -859,11 +772,11 @@ today.review()
 # %% [markdown]
 # ## Tomorrow
 #
-# The engine is correct, it remembers, and it reads at about half of the roof, for **one**
+# The engine is correct, it remembers, and it reads at a third to a half of the roof, for **one**
 # sequence. Its cache is a strip that must be reserved before anybody knows how long the answer will
 # be. Week 4 takes the strip apart: Day 14 hands memory out in blocks.
 #
 # **In one paragraph.** We built a benchmark that compares tokens before it compares times, and lets the
-# rivals take turns. The cache bends Day 1's curve into a line that hardly rises, and about half of what
-# is left is the time to read half a gigabyte of weights for each token. Then we stopped computing the
-# half of attention that its mask throws away, and prefill got its share too.
+# rivals take turns. The cache bends Day 1's curve into a line that hardly rises, and much of what is
+# left is the time to read half a gigabyte of weights for each token. Then we stopped computing most of
+# what attention's mask throws away, and prefill got its share too.

@@ -45,7 +45,7 @@ class Wave:
     grid: tuple[int, int, int]
     ids: tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # int32 [x, 1, 1], [1, y, 1], [1, 1, z]
     options: Options
-    writers: dict[int, torch.Tensor]  # the program that stored to each element, by buffer
+    writers: dict[tuple[int, int], torch.Tensor]  # who stored to each element, by its buffer
     active: torch.Tensor | None = None  # [x, y, z], those whose loop goes on; None is all
 
     @property

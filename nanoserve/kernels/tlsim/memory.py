@@ -102,10 +102,11 @@ def _check(kind: str, pointer: Value, live: torch.Tensor | None) -> None:
     outside = (pointer.lanes < 0) | (pointer.lanes >= len(flat))
     _refuse(outside if live is None else outside & live, pointer, f"{kind}s outside")
     if kind == "store":
-        writers = wave.writers.get(flat.data_ptr(), flat.new_empty(0, dtype=torch.int64))
+        place = flat.data_ptr(), flat.element_size()
+        writers = wave.writers.get(place, flat.new_empty(0, dtype=torch.int64))
         if len(writers) < len(flat):  # none yet, or those of a shorter argument at this address
             rest = torch.full_like(flat[len(writers) :], -1, dtype=torch.int64)
-            writers = wave.writers[flat.data_ptr()] = torch.cat([writers, rest])
+            writers = wave.writers[place] = torch.cat([writers, rest])
         offsets, live = _everywhere(pointer, live)
         mine = spread(wave.programs, len(pointer.shape)).expand(offsets.shape)[live]
         before = writers[offsets[live]]
