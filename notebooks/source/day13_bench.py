@@ -738,9 +738,9 @@ for dtype in (torch.float32, torch.bfloat16):
 # machine it changed from run to run which was ahead. `load_model` joins in both.
 #
 # There is a second gain. Queries and keys now stand side by side as heads of one tensor, and the last form
-# of `gqa_attention`, on Day 19, turns them in one call, with nothing to be laid together first. And there is a price: the three old names are views.
-# Write into one, and the joined rows change with it; put another tensor under its name, and the model goes
-# on with the old rows.
+# of `gqa_attention`, on Day 19, turns them in one call, with nothing to be laid together first. And there
+# is a price: the three old names are views. Write into one, and the joined rows change with it; put another
+# tensor under its name, and the model goes on with the old rows.
 #
 # ## Your answer is the engine
 #
