@@ -465,6 +465,17 @@ def test_arguments_of_two_lengths_at_one_address_share_what_was_stored():
         kernel[(2,)](memory[:2], memory, 1)
 
 
+def test_arguments_of_two_element_sizes_at_one_address_count_for_themselves():
+    @tlsim.jit
+    def kernel(half_ptr, whole_ptr):
+        tl.store(half_ptr + 2 + tl.program_id(0), 1)  # bytes 4 to 7
+        tl.store(whole_ptr + 3 - tl.program_id(0), 2)  # bytes 8 to 15
+
+    memory = torch.zeros(4, dtype=torch.int32)
+    kernel[(2,)](memory.view(torch.int16), memory)
+    assert memory.tolist() == [0, 1 + (1 << 16), 2, 2]
+
+
 def test_poison_makes_reading_a_nan_an_error():
     x = torch.tensor([0.0, 1.0, 2.0, 3.0])
     x[2] = torch.nan

@@ -758,7 +758,7 @@ print(f"a token after 512 reads {step / 1e6:.0f} MB; in bfloat16 it would be hal
 # ## What you learned
 #
 # 1. **A time without its correctness, its length and its roof is not a measurement.**
-# 2. **The cache turns a slope into a line that is almost flat,** and much of what is left is the time
+# 2. **The cache turns a slope into a line that is almost flat.** The floor below it is the time that
 #    it takes to read the model.
 # 3. **Prefill computes, decode reads.** Ask which of the two you are in before you optimise anything.
 #
@@ -772,11 +772,11 @@ today.review()
 # %% [markdown]
 # ## Tomorrow
 #
-# The engine is correct, it remembers, and it reads at a third to a half of the roof, for **one**
-# sequence. Its cache is a strip that must be reserved before anybody knows how long the answer will
+# The engine is correct, it remembers, and you know how far it is from the roof, for **one** sequence.
+# Its cache is a strip that must be reserved before anybody knows how long the answer will
 # be. Week 4 takes the strip apart: Day 14 hands memory out in blocks.
 #
 # **In one paragraph.** We built a benchmark that compares tokens before it compares times, and lets the
-# rivals take turns. The cache bends Day 1's curve into a line that hardly rises, and much of what is
-# left is the time to read half a gigabyte of weights for each token. Then we stopped computing most of
+# rivals take turns. The cache bends Day 1's curve into a line that hardly rises, and the floor
+# below it is the time to read half a gigabyte of weights for each token. Then we stopped computing most of
 # what attention's mask throws away, and prefill got its share too.
