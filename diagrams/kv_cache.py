@@ -39,7 +39,7 @@ def draw():
         words = f"{new} new, {held + new} held"
         caption(ax, 514, y + 11, words)
     caption(ax, 640, 111, "one layer’s cache,")
-    caption(ax, 640, 128, "[1, n_kv, seq_total, d]:")
+    caption(ax, 640, 128, "[1, n_kv, kv_len, d]:")
     caption(ax, 640, 145, "this step’s keys in,")
     caption(ax, 640, 162, "the whole history out")
     rule(ax, (28, 292), (812, 292))
@@ -47,21 +47,21 @@ def draw():
         ax,
         28,
         318,
-        "The mask: query i sees keys 0 to seq_total − seq_q + i",
+        "The mask: query i sees keys 0 to kv_len − query_len + i",
         weight="bold",
         ha="left",
     )
-    for x, name, seq_q, seq_total in [
+    for x, name, query_len, kv_len in [
         (130, "prefill", 5, 5),
         (330, "continuation", 3, 10),
         (612, "decode", 1, 8),
     ]:
-        mask(ax, x, 344, seq_q, seq_total)
+        mask(ax, x, 344, query_len, kv_len)
         text(
             ax,
             x,
-            344 + seq_q * CELL + 14,
-            f"{name}: {seq_q} × {seq_total}",
+            344 + query_len * CELL + 14,
+            f"{name}: {query_len} × {kv_len}",
             size=SMALL,
             colour=MUTED,
             ha="left",
@@ -70,10 +70,10 @@ def draw():
     return fig
 
 
-def mask(ax, x, y, seq_q, seq_total):
-    for i in range(seq_q):
-        for j in range(seq_total):
-            seen = j <= seq_total - seq_q + i
+def mask(ax, x, y, query_len, kv_len):
+    for i in range(query_len):
+        for j in range(kv_len):
+            seen = j <= kv_len - query_len + i
             slot(
                 ax,
                 x + j * CELL,

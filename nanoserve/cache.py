@@ -21,7 +21,7 @@ class NaiveKVCache:
     def append(
         self, layer: int, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write k, v [1, n_kv, seq_q, head_dim] behind the history; return views of all of it.
+        """Write k, v [1, n_kv, query_len, head_dim] behind the history; return views of all of it.
 
         Raises ValueError for more than one sequence. A step that fails half-way leaves seq_len.
         """
@@ -184,13 +184,13 @@ class PagedKVCache:
     def append(
         self, layer: int, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write k, v [1, n_kv, seq_q, head_dim] through their slots; return the gathered history.
+        """Write k, v [1, n_kv, query_len, head_dim] through their slots; return all K and V so far.
 
         Raises KVCacheExhausted where the pool has no room, with nothing written or taken, and
         ValueError for more than one sequence.
         """
         slots = self._write(layer, k, v)
-        # [seq_total, n_kv, head_dim] -> [1, n_kv, seq_total, head_dim], as NaiveKVCache lays it out
+        # [kv_len, n_kv, head_dim] -> [1, n_kv, kv_len, head_dim], as NaiveKVCache lays it out
         k, v = (
             pool[layer][slots].transpose(0, 1).contiguous() for pool in (self.pool.k, self.pool.v)
         )
@@ -205,7 +205,7 @@ class PagedKVCache:
         n_rep: int,
         scale: float | None = None,
     ) -> torch.Tensor:
-        """Write this step's k and v, then let q [1, n_q, seq_q, head_dim] attend in place.
+        """Write this step's k and v, then let q [1, n_q, query_len, head_dim] attend in place.
 
         The history is read where it lies, through the slot mapping; errors as for append.
         """
@@ -220,7 +220,7 @@ class PagedKVCache:
         self.seq_len = self._mapped = 0
 
     def _write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Scatter k and v into their slots; the slots [seq_total] of the history, theirs included.
+        """Scatter k and v into their slots; the slots [kv_len] of the history, theirs included.
 
         seq_len moves with the last layer, so all layers of a step see the same mapping.
         """

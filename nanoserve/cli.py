@@ -276,8 +276,8 @@ def bench_decode(
                 )
 
 
-@bench_app.command("read")
-def bench_read(
+@bench_app.command("attention")
+def bench_attention(
     history: Annotated[
         list[int] | None, typer.Option(help="Tokens of history; repeatable.", min=1)
     ] = None,
@@ -307,7 +307,7 @@ def bench_read(
         raise ValueError("--device and --record go with --cache")
     import torch
 
-    from nanoserve.bench import read, timing
+    from nanoserve.bench import attention, timing
     from nanoserve.config import load_config
     from nanoserve.fetch import resolve
 
@@ -317,9 +317,9 @@ def bench_read(
     typer.echo(
         f"{kind.value}, {torch.get_num_threads()} threads, memory read at {roof / 1e9:.1f} GB/s"
     )
-    shapes = {"SmolLM2-135M": load_config(resolve("smollm2")), "Llama-3.2-1B": read.LLAMA_1B}
+    shapes = {"SmolLM2-135M": load_config(resolve("smollm2")), "Llama-3.2-1B": attention.LLAMA_1B}
     for name, config in shapes.items():
-        rows = read.read_benchmark(
+        rows = attention.attention_benchmark(
             config, history or (16, 64, 256, 1024, 4096), getattr(torch, kind.value), rounds
         )
         for row in rows:

@@ -94,30 +94,32 @@ def sdpa(
 ) -> torch.Tensor:
     """Causal attention as an explicit sum (Vaswani et al. 2017, eq. 1), in tiles of queries.
 
-    q [batch, n_q, seq_q, head_dim]; k, v [batch, n_kv, seq_total, head_dim], the queries being the
-    last seq_q of seq_total positions -> [batch, n_q, seq_q, head_dim]. Query head h reads KV head
-    h // n_rep, by a view. `scale` defaults to head_dim ** -0.5. A tile never touches a key that
-    none of its queries may see; a single query attends in float32 at least.
+    q [batch, n_q, query_len, head_dim]; k, v [batch, n_kv, kv_len, head_dim]; the queries are the
+    last query_len of kv_len positions -> [batch, n_q, query_len, head_dim]. Query head h reads KV
+    head h // n_rep, by a view. `scale` defaults to head_dim ** -0.5. A tile skips the keys that
+    none of its queries may see. A single query attends in float32 at least.
     """
-    batch, n_q, seq_q, head_dim = q.shape
-    n_kv, seq_total = k.shape[1:3]
+    batch, n_q, query_len, head_dim = q.shape
+    n_kv, kv_len = k.shape[1:3]
     scale = head_dim**-0.5 if scale is None else scale
-    if seq_q == 1:  # nothing to mask, and hardly more work than reading k and v
+    if query_len == 1:  # nothing to mask, and hardly more work than reading k and v
         wide = torch.promote_types(q.dtype, torch.float32)
         rows = q.to(wide).reshape(batch, n_kv, n_q // n_kv, head_dim) * scale
         weights = (rows @ k.to(wide).transpose(2, 3)).softmax(dim=-1)
         return (weights @ v.to(wide)).to(q.dtype).view(q.shape)
     q = q * scale  # fewer numbers to scale than scores
-    q = q.reshape(batch * n_kv, n_q // n_kv, seq_q, head_dim)  # the heads that share keys, together
-    k, v = k.flatten(0, 1), v.flatten(0, 1)  # [batch * n_kv, seq_total, head_dim]
+    q = q.reshape(
+        batch * n_kv, n_q // n_kv, query_len, head_dim
+    )  # the heads that share keys, together
+    k, v = k.flatten(0, 1), v.flatten(0, 1)  # [batch * n_kv, kv_len, head_dim]
     out = torch.empty_like(q)
     # one tile's scores, used again by the next: fresh memory is slow to touch
-    room = q.new_empty(batch * n_q * min(seq_q, QUERY_TILE) * seq_total)
-    for start in range(0, seq_q, QUERY_TILE):
-        tile = slice(start, min(start + QUERY_TILE, seq_q))
-        keys = seq_total - seq_q + tile.stop
+    room = q.new_empty(batch * n_q * min(query_len, QUERY_TILE) * kv_len)
+    for start in range(0, query_len, QUERY_TILE):
+        tile = slice(start, min(start + QUERY_TILE, query_len))
+        keys = kv_len - query_len + tile.stop
         out[:, :, tile] = _attend(q[:, :, tile], k[:, :keys], v[:, :keys], room)
-    return out.view(batch, n_q, seq_q, head_dim)
+    return out.view(batch, n_q, query_len, head_dim)
 
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
@@ -144,8 +146,8 @@ class Cache(Protocol):
     def append(
         self, layer: int, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take this step's keys and values [1, n_kv, seq_q, head_dim] of one layer; return the
-        whole history's [1, n_kv, seq_total, head_dim]. seq_len moves with the last layer."""
+        """Take this step's keys and values [1, n_kv, query_len, head_dim] of one layer; return the
+        whole history's [1, n_kv, kv_len, head_dim]. seq_len moves with the last layer."""
         ...
 
 

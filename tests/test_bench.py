@@ -7,7 +7,8 @@ from collections.abc import Iterable
 import pytest
 import torch
 
-from nanoserve.bench import read, timing
+from nanoserve.bench import attention, timing
+from nanoserve.bench.attention import LLAMA_1B, AttentionRow, attention_benchmark, scattered_cache
 from nanoserve.bench.decode import (
     DecodeRow,
     WrongAnswer,
@@ -17,7 +18,6 @@ from nanoserve.bench.decode import (
     oracle_path,
     paged_path,
 )
-from nanoserve.bench.read import LLAMA_1B, ReadRow, read_benchmark, scattered_cache
 from nanoserve.bench.timing import median_times, read_bandwidth, token_times
 from nanoserve.cache import BLOCK_SIZE, PagedKVCache
 from nanoserve.cli import main
@@ -255,15 +255,15 @@ def reads(monkeypatch) -> tuple[ScriptedClock, list[tuple[str, int]]]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_read_benchmark_gives_medians_and_the_bytes_of_one_layers_history(dtype, reads):
     clock, _ = reads
-    rows = read_benchmark(FOUR_LAYERS, [37], dtype, rounds=3, clock=clock)
+    rows = attention_benchmark(FOUR_LAYERS, [37], dtype, rounds=3, clock=clock)
     moved = 2 * 37 * 2 * 8 * dtype.itemsize  # k and v, tokens, KV heads, head_dim
-    assert rows == [ReadRow("gather", 37, 6, moved), ReadRow("fused", 37, 2, moved)]
+    assert rows == [AttentionRow("gather", 37, 6, moved), AttentionRow("fused", 37, 2, moved)]
     assert [row.bytes_per_second for row in rows] == [moved / 6, moved / 2]
 
 
 def test_the_paths_take_turns_and_each_reads_the_next_layer_but_never_the_last(reads):
     clock, log = reads
-    read_benchmark(FOUR_LAYERS, [37], rounds=3, clock=clock)
+    attention_benchmark(FOUR_LAYERS, [37], rounds=3, clock=clock)
     layers = {path: [layer for name, layer in log if name == path] for path in ("gather", "fused")}
     assert layers["gather"] == [1, 2, 0, 1, 2, 0]
     assert layers["fused"] == [1, 1, 2, 0, 1, 2]  # the check reads one layer; then never the same
@@ -271,7 +271,7 @@ def test_the_paths_take_turns_and_each_reads_the_next_layer_but_never_the_last(r
 
 
 def test_histories_are_measured_in_order_and_for_real():
-    rows = read_benchmark(FOUR_LAYERS, [1, 16, 17, 130], rounds=1)
+    rows = attention_benchmark(FOUR_LAYERS, [1, 16, 17, 130], rounds=1)
     assert [(row.path, row.history) for row in rows] == [
         (path, history) for history in (1, 16, 17, 130) for path in ("gather", "fused")
     ]
@@ -300,7 +300,7 @@ def test_a_read_that_is_wrong_is_never_timed(broken, monkeypatch):
     clock = ScriptedClock()
     monkeypatch.setattr(PagedKVCache, "paged_attention", broken)
     with pytest.raises(WrongAnswer, match="gather and fused differ after 37 tokens"):
-        read_benchmark(FOUR_LAYERS, [37, 64], clock=clock)
+        attention_benchmark(FOUR_LAYERS, [37, 64], clock=clock)
     assert clock.readings == 0
 
 
@@ -338,13 +338,13 @@ def test_llamas_shape_is_the_published_one():
 
 @pytest.fixture
 def bench_read(monkeypatch, capsys):
-    """Run `nanoserve bench read` on small shapes: exit code, stdout, stderr."""
+    """Run `nanoserve bench attention` on small shapes: exit code, stdout, stderr."""
     monkeypatch.setattr(timing, "read_bandwidth", lambda: 2e9)
-    monkeypatch.setattr(read, "LLAMA_1B", FOUR_LAYERS)
+    monkeypatch.setattr(attention, "LLAMA_1B", FOUR_LAYERS)
     monkeypatch.setattr("nanoserve.config.load_config", lambda path: FOUR_LAYERS)
 
     def command(*args: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["nanoserve", "bench", "read", *args])
+        monkeypatch.setattr(sys, "argv", ["nanoserve", "bench", "attention", *args])
         with pytest.raises(SystemExit) as end:
             main()
         return (end.value.code or 0, *capsys.readouterr())
@@ -391,7 +391,7 @@ def test_bench_read_measures_the_five_histories_of_the_course_and_needs_no_file(
     bench_read, monkeypatch, tmp_path
 ):
     asked = []
-    monkeypatch.setattr(read, "read_benchmark", lambda *args: asked.append(args) or [])
+    monkeypatch.setattr(attention, "attention_benchmark", lambda *args: asked.append(args) or [])
     monkeypatch.chdir(tmp_path)
     assert bench_read()[0] == 0
     assert asked == [(FOUR_LAYERS, (16, 64, 256, 1024, 4096), torch.float32, 20)] * 2

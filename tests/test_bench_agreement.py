@@ -20,13 +20,13 @@ RECORDED = sorted((Path(__file__).parents[1] / "notebooks/data").glob("agreement
 
 def test_the_reads_hold_what_a_kernel_gets_wrong():
     assert len({read.name for read in READS}) == len(READS)
-    assert any(read.seq_q == 1 < read.seq_total for read in READS)  # decode
-    assert any(read.seq_q == read.seq_total > 1 for read in READS)  # prefill
-    assert any(1 < read.seq_q < read.seq_total for read in READS)  # continuation
+    assert any(read.query_len == 1 < read.kv_len for read in READS)  # decode
+    assert any(read.query_len == read.kv_len > 1 for read in READS)  # prefill
+    assert any(1 < read.query_len < read.kv_len for read in READS)  # continuation
     assert any(read.head_dim & (read.head_dim - 1) for read in READS)
     assert {1} < {read.n_q // read.n_kv for read in READS}
     assert any(read.n_kv == 1 < read.n_q for read in READS)
-    assert max(read.seq_total for read in READS) > 512  # more than a tile, under any engine
+    assert max(read.kv_len for read in READS) > 512  # more than a tile, under any engine
 
 
 def test_a_read_is_scattered_poisoned_and_the_same_each_time():

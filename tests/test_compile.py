@@ -11,7 +11,7 @@ from triton.runtime.jit import mangle_type
 
 from nanoserve.kernels.dispatch import launch
 from nanoserve.kernels.paged_attention import paged_attention_kernel
-from tests.reads import Read, tensors
+from tests.attention_cases import Read, tensors
 
 CARDS = (75, 80, 90, 100)  # T4, A100, H100, B200
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -68,5 +68,5 @@ def test_it_compiles_for_every_card_and_fits_there(capability, dtype, head_dim):
 def test_every_integer_that_may_be_1_may_be_a_constant():
     kernel, given = compiled(Read(1, 1, 16, 1, 1), 75)
     ones = [name for name, x in given.items() if type(x) is int and x == 1]
-    assert ones == ["seq_q", "seq_total", "N_REP"]
+    assert ones == ["query_len", "kv_len", "N_REP"]
     assert kernel.asm["cubin"]

@@ -9,7 +9,7 @@ import torch
 from nanoserve.kernels import dispatch
 from nanoserve.kernels.dispatch import (
     BACKENDS,
-    check_read,
+    check_attention,
     has_triton,
     paged_attention_dispatch,
     paged_attention_tlsim,
@@ -18,7 +18,7 @@ from nanoserve.kernels.dispatch import (
     use_backend,
 )
 from nanoserve.kernels.reference import paged_attention_reference
-from tests.reads import LAYOUTS, Read, assert_answers, tensors
+from tests.attention_cases import LAYOUTS, Read, assert_answers, tensors
 
 CARDS = {(7, 0): "Tesla V100", (7, 5): "Tesla T4", (9, 0): "NVIDIA H200", (10, 0): "NVIDIA B200"}
 
@@ -27,7 +27,7 @@ CARDS = {(7, 0): "Tesla V100", (7, 5): "Tesla T4", (9, 0): "NVIDIA H200", (10, 0
 def nobody_has_chosen(monkeypatch):
     monkeypatch.delenv("NANOSERVE_BACKEND", raising=False)
     monkeypatch.delenv("NANOSERVE_CHECK_SLOTS", raising=False)
-    dispatch._pass_over.cache_clear()
+    dispatch._warn_fallback.cache_clear()
 
 
 @pytest.fixture
@@ -285,21 +285,21 @@ def test_what_a_kernel_would_misread_is_refused_by_name(what, how, monkeypatch):
 
 def test_what_may_be_given_passes():
     for read in LAYOUTS.values():
-        check_read(*tensors(read)[:5])
-    check_read(*with_changes(slots=torch.arange(42, 79))[:5])  # to the last slot
+        check_attention(*tensors(read)[:5])
+    check_attention(*with_changes(slots=torch.arange(42, 79))[:5])  # to the last slot
 
 
 def test_slots_are_read_on_the_cpu_alone_unless_asked_for(monkeypatch):
     elsewhere = [
         x.to("meta") if isinstance(x, torch.Tensor) else x for x in tensors(Read())[:5]
     ]  # stands for a card: nothing on it can be read
-    check_read(*elsewhere)
+    check_attention(*elsewhere)
     beyond = with_changes(slots=torch.arange(37) + 43)[:5]
-    check_read(*beyond, check_slots=False)
+    check_attention(*beyond, check_slots=False)
     with pytest.raises(ValueError, match="slot 79"):
-        check_read(*beyond)
+        check_attention(*beyond)
     with pytest.raises(RuntimeError):  # meta tensors hold no data
-        check_read(*elsewhere, check_slots=True)
+        check_attention(*elsewhere, check_slots=True)
     monkeypatch.setenv("NANOSERVE_CHECK_SLOTS", "1")
     with pytest.raises(RuntimeError):
-        check_read(*elsewhere)
+        check_attention(*elsewhere)

@@ -40,8 +40,8 @@ def test_it_reads_no_slot_that_nobody_owns():
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
-        ("position < seq_total", "position >= 0", r"lane \[1\]: loads outside slot_ptr\[13\]"),
-        ("position < seq_total", "position <= seq_total", r"loads outside slot_ptr\[13\] of 13"),
+        ("position < kv_len", "position >= 0", r"lane \[1\]: loads outside slot_ptr\[13\]"),
+        ("position < kv_len", "position <= kv_len", r"loads outside slot_ptr\[13\] of 13"),
         ("tl.program_id(0) * TILE + ", "", "stores where another program has stored, out_ptr"),
         (" + head * out_head", "", "stores where another program has stored, out_ptr"),
         ("(dim < HEAD_DIM)", "(dim >= 0)", r"lane \[3, 6\]: loads outside pool_ptr\[384\]"),

@@ -151,8 +151,8 @@ def test_angles_far_out_are_exact_whatever_the_models_dtype(position):
 
 def torch_sdpa(q, k, v, scale=None):
     """torch's own, with the causal mask in the bottom right corner."""
-    seq_q, seq_total = q.shape[2], k.shape[2]
-    mask = torch.ones(seq_q, seq_total, dtype=torch.bool).tril(seq_total - seq_q)
+    query_len, kv_len = q.shape[2], k.shape[2]
+    mask = torch.ones(query_len, kv_len, dtype=torch.bool).tril(kv_len - query_len)
     return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=True)
 
 
@@ -160,20 +160,20 @@ LENGTHS = [(1, 1), (1, 7), (5, 5), (3, 8), (127, 127), (128, 128), (129, 129), (
 LENGTHS += [(QUERY_TILE, 2 * QUERY_TILE), (2 * QUERY_TILE + 1, 2 * QUERY_TILE + 4), (1, 300)]
 
 
-@pytest.mark.parametrize(("seq_q", "seq_total"), LENGTHS)
+@pytest.mark.parametrize(("query_len", "kv_len"), LENGTHS)
 @pytest.mark.parametrize(("n_q", "n_kv"), [(6, 2), (6, 6), (3, 1)])
-def test_attention_equals_torchs_own_at_every_length(seq_q, seq_total, n_q, n_kv):
-    q = torch.randn(2, n_q, seq_q, 8)
-    k, v = torch.randn(2, 2, n_kv, seq_total, 8)
+def test_attention_equals_torchs_own_at_every_length(query_len, kv_len, n_q, n_kv):
+    q = torch.randn(2, n_q, query_len, 8)
+    k, v = torch.randn(2, 2, n_kv, kv_len, 8)
     ours = sdpa(q, k, v)
     assert ours.shape == q.shape
     torch.testing.assert_close(ours, torch_sdpa(q, k, v), atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("seq_q", [1, 5, QUERY_TILE, QUERY_TILE + 1])
-def test_attention_in_bfloat16_comes_near_that_of_the_same_numbers_in_float32(seq_q):
-    q = torch.randn(2, 6, seq_q, 8).bfloat16()
-    k, v = torch.randn(2, 2, 2, seq_q + 40, 8).bfloat16()
+@pytest.mark.parametrize("query_len", [1, 5, QUERY_TILE, QUERY_TILE + 1])
+def test_attention_in_bfloat16_comes_near_that_of_the_same_numbers_in_float32(query_len):
+    q = torch.randn(2, 6, query_len, 8).bfloat16()
+    k, v = torch.randn(2, 2, 2, query_len + 40, 8).bfloat16()
     ours = sdpa(q, k, v)
     assert ours.dtype == torch.bfloat16
     expected = torch_sdpa(q.float(), k.float(), v.float())
@@ -307,14 +307,14 @@ def test_weights_in_the_wrong_place_are_far_from_transformers(mistake, change):
     assert (wrong - theirs).abs().max() > 0.01 * theirs.abs().max(), mistake
 
 
-@pytest.mark.parametrize("seq_q", [1, 3])
-def test_attention_in_float64_keeps_its_digits(seq_q):
+@pytest.mark.parametrize("query_len", [1, 3])
+def test_attention_in_float64_keeps_its_digits(query_len):
     random = torch.Generator().manual_seed(3)
-    q = torch.randn(1, 6, seq_q, 8, generator=random, dtype=torch.float64)
+    q = torch.randn(1, 6, query_len, 8, generator=random, dtype=torch.float64)
     k, v = torch.randn(2, 1, 2, 11, 8, generator=random, dtype=torch.float64)
     whole = [x.repeat_interleave(3, dim=1) for x in (k, v)]
     scores = q @ whole[0].transpose(2, 3) / 8**0.5
-    future = torch.arange(11) > torch.arange(11 - seq_q, 11)[:, None]
+    future = torch.arange(11) > torch.arange(11 - query_len, 11)[:, None]
     expected = scores.masked_fill(future, -torch.inf).softmax(-1) @ whole[1]
     out = sdpa(q, k, v)
     assert out.dtype == torch.float64

@@ -8,7 +8,7 @@ import torch
 
 from nanoserve.kernels import paged_attention, tlsim
 from nanoserve.kernels.dispatch import launch, paged_attention_tlsim
-from tests.reads import ALL, LAYOUTS, SMALL, Read, answer, assert_answers, tensors
+from tests.attention_cases import ALL, LAYOUTS, SMALL, Read, answer, assert_answers, tensors
 
 SOURCE = Path(paged_attention.__file__)
 KERNEL = tlsim.jit(paged_attention.paged_attention_kernel)
@@ -74,7 +74,7 @@ def test_slots_beyond_what_32_bits_can_count(past_32_bits):
 
 
 FAULTS = {
-    "the tail read as if it were there": ("held = position < seq_total", "held = position >= 0"),
+    "the tail read as if it were there": ("held = position < kv_len", "held = position >= 0"),
     "the tail counted": ("tl.where(position < visible, score,", "tl.where(position >= 0, score,"),
     "a query that sees its successor": ("query + 1  #", "query + 2  #"),
     "a query blind to itself": ("query + 1  #", "query  #"),

@@ -177,7 +177,7 @@ class Hidden:
 sys.meta_path.insert(0, Hidden())
 import nanoserve
 from nanoserve import LLM, SamplingParams, load_model, load_tokenizer
-import nanoserve.bench.decode, nanoserve.bench.read
+import nanoserve.bench.decode, nanoserve.bench.attention
 
 llm = LLM({str(folder)!r})
 answer = llm.generate("hello", SamplingParams(max_tokens=5))[0]

@@ -10,31 +10,31 @@ from nanoserve.kernels.reference import ATOL, RTOL, paged_attention_reference, t
 from nanoserve.layers import QUERY_TILE, sdpa
 
 HEADS = [(6, 2), (4, 1), (3, 3), (8, 4)]  # n_q, n_kv: GQA, MQA, MHA, GQA
-STEPS = {"decode": (1, 37), "prefill": (37, 37), "continuation": (5, 37)}  # seq_q, seq_total
+STEPS = {"decode": (1, 37), "prefill": (37, 37), "continuation": (5, 37)}  # query_len, kv_len
 LAYOUTS = ("ascending", "descending", "scattered")
 
 
-def drawn(n_q, n_kv, seq_q, seq_total, head_dim=8, seed=0, dtype=torch.float32):
-    """q [1, n_q, seq_q, head_dim]; k and v [1, n_kv, seq_total, head_dim], contiguous."""
+def drawn(n_q, n_kv, query_len, kv_len, head_dim=8, seed=0, dtype=torch.float32):
+    """q [1, n_q, query_len, head_dim]; k and v [1, n_kv, kv_len, head_dim], contiguous."""
     random = torch.Generator().manual_seed(seed)
-    shapes = ((n_q, seq_q), (n_kv, seq_total), (n_kv, seq_total))
+    shapes = ((n_q, query_len), (n_kv, kv_len), (n_kv, kv_len))
     return [torch.randn(1, *s, head_dim, generator=random).to(dtype) for s in shapes]
 
 
-def laid_out(seq_total: int, layout: str, size: int = 4, seed: int = 0) -> tuple[torch.Tensor, int]:
+def laid_out(kv_len: int, layout: str, size: int = 4, seed: int = 0) -> tuple[torch.Tensor, int]:
     """(slot_mapping, num_slots): every second block of `size`, or slots from anywhere at all."""
-    blocks = -(-seq_total // size)
+    blocks = -(-kv_len // size)
     num_slots = 2 * blocks * size
     if layout == "scattered":
         random = torch.Generator().manual_seed(seed)
-        return torch.randperm(num_slots, generator=random)[:seq_total], num_slots
+        return torch.randperm(num_slots, generator=random)[:kv_len], num_slots
     taken = range(1, 2 * blocks, 2) if layout == "ascending" else range(2 * blocks - 1, 0, -2)
     slots = [block * size + offset for block in taken for offset in range(size)]
-    return torch.tensor(slots[:seq_total]), num_slots
+    return torch.tensor(slots[:kv_len]), num_slots
 
 
 def pooled(x: torch.Tensor, slots: torch.Tensor, num_slots: int) -> torch.Tensor:
-    """[1, n_kv, seq_total, head_dim] -> a pool [num_slots, n_kv, head_dim], NaN elsewhere."""
+    """[1, n_kv, kv_len, head_dim] -> a pool [num_slots, n_kv, head_dim], NaN elsewhere."""
     pool = x.new_full((num_slots, x.shape[1], x.shape[3]), torch.nan)
     for position, slot in enumerate(slots.tolist()):
         pool[slot] = x[0, :, position]
@@ -49,9 +49,9 @@ def paged(q, k, v, layout="scattered", scale=None, seed=0) -> torch.Tensor:
 
 def float64_attention(q, k, v, scale=None) -> torch.Tensor:
     """torch's own, in float64, with the causal mask written out position by position."""
-    seq_q, seq_total, n_rep = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
+    query_len, kv_len, n_rep = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
     mask = torch.tensor(
-        [[key <= seq_total - seq_q + i for key in range(seq_total)] for i in range(seq_q)]
+        [[key <= kv_len - query_len + i for key in range(kv_len)] for i in range(query_len)]
     )
     k, v = (x.double().repeat_interleave(n_rep, dim=1) for x in (k, v))
     return F.scaled_dot_product_attention(q.double(), k, v, attn_mask=mask, scale=scale)
@@ -104,9 +104,9 @@ def test_the_tolerance_of_each_dtype():
     assert tolerance(torch.bfloat16) == (2**-6, 2**-6)
 
 
-@pytest.mark.parametrize("seq_q", [QUERY_TILE, QUERY_TILE + 1, 2 * QUERY_TILE + 3])
-def test_more_queries_than_a_tile_and_a_history_before_them(seq_q):
-    q, k, v = drawn(4, 2, seq_q, seq_q + 21)
+@pytest.mark.parametrize("query_len", [QUERY_TILE, QUERY_TILE + 1, 2 * QUERY_TILE + 3])
+def test_more_queries_than_a_tile_and_a_history_before_them(query_len):
+    q, k, v = drawn(4, 2, query_len, query_len + 21)
     out = paged(q, k, v)
     assert torch.equal(out, sdpa(q, k, v))
     torch.testing.assert_close(out.double(), float64_attention(q, k, v), atol=ATOL, rtol=RTOL)
@@ -116,11 +116,11 @@ def test_more_queries_than_a_tile_and_a_history_before_them(seq_q):
 @given(st.data())
 def test_every_shape_and_every_layout(data):
     n_kv, n_rep = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4))
-    seq_q = data.draw(st.integers(1, 9))
-    seq_total = seq_q + data.draw(st.integers(0, 40))
+    query_len = data.draw(st.integers(1, 9))
+    kv_len = query_len + data.draw(st.integers(0, 40))
     head_dim = data.draw(st.sampled_from([2, 8, 14, 64]))
     seed = data.draw(st.integers(0, 99))
-    q, k, v = drawn(n_kv * n_rep, n_kv, seq_q, seq_total, head_dim, seed)
+    q, k, v = drawn(n_kv * n_rep, n_kv, query_len, kv_len, head_dim, seed)
     out = paged(q, k, v, data.draw(st.sampled_from(LAYOUTS)), seed=seed)
     assert torch.equal(out, sdpa(q, k, v))
     torch.testing.assert_close(out.double(), float64_attention(q, k, v), atol=ATOL, rtol=RTOL)
@@ -135,7 +135,7 @@ def test_a_query_sees_its_own_position_and_none_after_it():
         v_changed = v_pool.clone()
         v_changed[slots[32 + i]] += 5
         after = paged_attention_reference(q, k_pool, v_changed, slots, 3)
-        moved = (after != before).any(dim=3)[0].any(dim=0)  # [seq_q]
+        moved = (after != before).any(dim=3)[0].any(dim=0)  # [query_len]
         assert moved.tolist() == [query >= i for query in range(5)]
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from nanoserve.bench import runner
+from nanoserve.bench.attention import LLAMA_1B, AttentionRow, scattered_cache
 from nanoserve.bench.decode import WrongAnswer
-from nanoserve.bench.read import LLAMA_1B, ReadRow, scattered_cache
-from nanoserve.bench.runner import RecordedRun, Sweep, cache_benchmark, gate, read_paths
+from nanoserve.bench.runner import RecordedRun, Sweep, attention_paths, cache_benchmark, gate
 from nanoserve.bench.scaling import fit_scaling
 from nanoserve.cache import PagedKVCache
 from nanoserve.cli import main
@@ -40,7 +40,7 @@ def contiguous(cache, layer, history, x):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_all_three_paths_attend_to_the_whole_history_and_the_new_token(history, dtype):
     cache, step = scattered_cache(SMALL, history, dtype)
-    paths = read_paths(cache, step, 3)
+    paths = attention_paths(cache, step, 3)
     assert list(paths) == ["dispatched", "gather", "reference"]
     atol, rtol = tolerance(dtype)
     for layer in (0, 2):
@@ -55,7 +55,7 @@ def test_all_three_paths_attend_to_the_whole_history_and_the_new_token(history, 
 @pytest.mark.parametrize("path", ["dispatched", "gather", "reference"])
 def test_each_path_writes_the_steps_keys_and_values_itself(path):
     cache, step = scattered_cache(SMALL, 37)
-    read_paths(cache, step, 3)[path](1)
+    attention_paths(cache, step, 3)[path](1)
     slot = cache.table.slot(36)
     assert torch.equal(cache.pool.k[1, slot], step["k"][0, :, 0])
     assert torch.equal(cache.pool.v[1, slot], step["v"][0, :, 0])
@@ -64,7 +64,7 @@ def test_each_path_writes_the_steps_keys_and_values_itself(path):
 
 def test_the_dispatched_path_is_one_call_of_the_caches_method_with_its_result(monkeypatch):
     cache, step = scattered_cache(SMALL, 37)
-    paths, calls, answer = read_paths(cache, step, 3), [], object()
+    paths, calls, answer = attention_paths(cache, step, 3), [], object()
     monkeypatch.setattr(PagedKVCache, "paged_attention", lambda *args: calls.append(args) or answer)
     assert paths["dispatched"](2) is answer
     [(self, layer, k, v, q, n_rep)] = calls
@@ -148,7 +148,7 @@ def test_the_rows_are_medians_and_the_bytes_of_one_layers_history(reads):
     clock, log = reads
     rows = cache_benchmark(SMALL, [37], torch.float16, rounds=3, clock=clock)
     moved = 2 * 37 * 2 * 8 * 2  # k and v, tokens, KV heads, head_dim, bytes
-    assert rows[0] == ReadRow("dispatched", 37, 6, moved)
+    assert rows[0] == AttentionRow("dispatched", 37, 6, moved)
     assert [(r.path, r.history, r.bytes) for r in rows] == [
         (path, 37, moved) for path in ("dispatched", "gather", "reference")
     ]
@@ -157,13 +157,13 @@ def test_the_rows_are_medians_and_the_bytes_of_one_layers_history(reads):
 
 def test_as_many_layers_are_laid_out_as_fill_the_rotation(monkeypatch):
     monkeypatch.setattr(runner, "ROTATED", 10 * 2 * 37 * 2 * 8 * 4 - 5)
-    held, honest = [], runner.read_paths
+    held, honest = [], runner.attention_paths
 
     def watched(cache, *args):
         held.append(len(cache.pool.k))
         return honest(cache, *args)
 
-    monkeypatch.setattr(runner, "read_paths", watched)
+    monkeypatch.setattr(runner, "attention_paths", watched)
     cache_benchmark(SMALL, [37], rounds=1)
     assert held == [11]  # and one that is never read: it would move seq_len
 
@@ -213,7 +213,9 @@ def smollm2_config():
 
 def a_run(**changes) -> RecordedRun:
     rows = [
-        ReadRow(p, n, 1e-6 * n, 1000 * n) for n in (64, 128, 256) for p in ("dispatched", "gather")
+        AttentionRow(p, n, 1e-6 * n, 1000 * n)
+        for n in (64, 128, 256)
+        for p in ("dispatched", "gather")
     ]
     fit = fit_scaling([64, 128, 256], [64e-6, 128e-6, 256e-6])
     return replace(
@@ -228,10 +230,10 @@ def a_run(**changes) -> RecordedRun:
 @pytest.mark.parametrize(
     ("device", "file"),
     [
-        ("NVIDIA H200", "read_h200.json"),
-        ("NVIDIA A100-SXM4-80GB", "read_a100_sxm4_80gb.json"),
-        ("Tesla T4", "read_tesla_t4.json"),
-        ("CPU, x86_64, 2 threads", "read_cpu.json"),
+        ("NVIDIA H200", "attention_h200.json"),
+        ("NVIDIA A100-SXM4-80GB", "attention_a100_sxm4_80gb.json"),
+        ("Tesla T4", "attention_tesla_t4.json"),
+        ("CPU, x86_64, 2 threads", "attention_cpu.json"),
     ],
 )
 def test_a_record_is_named_for_its_device(device, file, tmp_path):
@@ -246,7 +248,7 @@ def test_a_record_can_be_read_back_whole(tmp_path):
         "versions": {"torch": "2.11"}, "date": "2026-11-29", "command": "a command", "roof": 4e12,
     }  # fmt: skip
     [sweep] = found["sweeps"]
-    assert [ReadRow(**row) for row in sweep["rows"]] == run.sweeps[0].rows
+    assert [AttentionRow(**row) for row in sweep["rows"]] == run.sweeps[0].rows
     assert sweep["fits"]["dispatched"]["exponent"] == pytest.approx(1)
 
 
@@ -317,8 +319,8 @@ def test_both_command_lines_print_the_run_and_record_it(way, both, tmp_path):
     code, out, err = both(way, *asked, "--dtype", "float16", "--record")
     assert (code, err) == (0, "")
     assert out.count(" of the roof") == 9
-    assert "recorded in notebooks/data/read_cpu.json" in out
-    found = json.loads((tmp_path / "read_cpu.json").read_text(encoding="utf-8"))
+    assert "recorded in notebooks/data/attention_cpu.json" in out
+    found = json.loads((tmp_path / "attention_cpu.json").read_text(encoding="utf-8"))
     assert found["command"].endswith("--rounds 1 --dtype float16 --record")
     assert [sweep["dtype"] for sweep in found["sweeps"]] == ["float16"]
 

@@ -27,7 +27,7 @@ for name in names:
 
 from nanoserve import LLM, SamplingParams, cli
 from nanoserve.kernels import dispatch, paged_attention, tlsim
-from tests.reads import LAYOUTS, assert_answers, tensors
+from tests.attention_cases import LAYOUTS, assert_answers, tensors
 
 assert paged_attention.triton is tlsim
 assert paged_attention.tl is tlsim.language

@@ -34,14 +34,14 @@ BLOCK = 16
 
 @dataclass(frozen=True)
 class Read:
-    """One layer's read: its heads, and how many of its seq_total positions ask."""
+    """One layer's read: its heads, and how many of its kv_len positions ask."""
 
     name: str
     n_q: int
     n_kv: int
     head_dim: int
-    seq_q: int
-    seq_total: int
+    query_len: int
+    kv_len: int
 
 
 READS = (
@@ -100,12 +100,12 @@ def agreement(
 
 def draw(read: Read, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     """(q, k_pool, v_pool, slot_mapping) of a read, at random and the same each time."""
-    random = torch.Generator().manual_seed(read.seq_total)
-    q = torch.randn(1, read.seq_q, read.n_q, read.head_dim, generator=random).transpose(1, 2)
-    blocks = -(-read.seq_total // BLOCK)
+    random = torch.Generator().manual_seed(read.kv_len)
+    q = torch.randn(1, read.query_len, read.n_q, read.head_dim, generator=random).transpose(1, 2)
+    blocks = -(-read.kv_len // BLOCK)
     pools = torch.full((2, 2 * blocks * BLOCK, read.n_kv, read.head_dim), torch.nan)
     starts = torch.randperm(2 * blocks, generator=random)[:blocks] * BLOCK
-    slots = (starts[:, None] + torch.arange(BLOCK)).flatten()[: read.seq_total]
+    slots = (starts[:, None] + torch.arange(BLOCK)).flatten()[: read.kv_len]
     pools[:, slots] = torch.randn(pools[:, slots].shape, generator=random)
     k_pool, v_pool = pools.to(dtype)
     return q.to(dtype), k_pool, v_pool, slots

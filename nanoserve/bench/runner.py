@@ -1,6 +1,6 @@
 """The path that the engine runs, timed end to end: the cache's own read, on a CPU or a card.
 
-`nanoserve bench read --cache`, or `python -m nanoserve.bench.runner` where typer is missing.
+`nanoserve bench attention --cache`, or `python -m nanoserve.bench.runner` where typer is missing.
 """
 
 import argparse
@@ -18,8 +18,8 @@ from pathlib import Path
 
 import torch
 
+from nanoserve.bench.attention import LLAMA_1B, AttentionRow, scattered_cache
 from nanoserve.bench.decode import WrongAnswer
-from nanoserve.bench.read import LLAMA_1B, ReadRow, scattered_cache
 from nanoserve.bench.scaling import ScalingFit, fit_scaling
 from nanoserve.bench.timing import Clock, median_times, read_bandwidth
 from nanoserve.cache import PagedKVCache
@@ -39,7 +39,7 @@ DATA = Path("notebooks/data")  # in a clone, where a run is recorded
 Read = Callable[[int], torch.Tensor]  # one layer's attention of one new token
 
 
-def read_paths(
+def attention_paths(
     cache: PagedKVCache, step: Mapping[str, torch.Tensor], n_rep: int
 ) -> dict[str, Read]:
     """Three ways to write the step's k and v into a layer and let its q attend, by name.
@@ -89,7 +89,7 @@ def cache_benchmark(
     device: str | torch.device = "cpu",
     rounds: int = 20,
     clock: Clock | None = None,
-) -> list[ReadRow]:
+) -> list[AttentionRow]:
     """Time one layer's read of one sequence in a decode step, k and v written first, on each path.
 
     All pass the gate, or WrongAnswer is raised and no time is given. They take turns, and before a
@@ -105,7 +105,7 @@ def cache_benchmark(
         cache, step = scattered_cache(
             replace(config, num_layers=layers + 1), history, dtype, device
         )
-        paths = read_paths(cache, step, config.n_rep)
+        paths = attention_paths(cache, step, config.n_rep)
         gate(paths, (0, layers - 1), f" after {history} tokens")
         runs = {}
         for i, (path, read) in enumerate(paths.items()):  # each begins at another place
@@ -113,7 +113,7 @@ def cache_benchmark(
             order = cycle([(start + layer) % layers for layer in range(layers)])
             runs[path] = _burst(read, order, burst)
         times = median_times(runs, rounds, warmup=2, clock=clock)
-        rows += [ReadRow(path, history, took / burst, moved) for path, took in times.items()]
+        rows += [AttentionRow(path, history, took / burst, moved) for path, took in times.items()]
     return rows
 
 
@@ -143,7 +143,7 @@ class Sweep:
 
     model: str
     dtype: str
-    rows: list[ReadRow]
+    rows: list[AttentionRow]
     fits: dict[str, ScalingFit]  # by path; empty with fewer than three histories
 
 
@@ -162,9 +162,9 @@ class RecordedRun:
 
     @property
     def file(self) -> str:
-        """read_h200.json for an "NVIDIA H200"."""
+        """attention_h200.json for an "NVIDIA H200"."""
         words = self.device.split(",")[0].lower().replace("nvidia ", "")
-        return f"read_{'_'.join(words.replace('-', ' ').split())}.json"
+        return f"attention_{'_'.join(words.replace('-', ' ').split())}.json"
 
     def save(self, folder: Path) -> Path:
         """Write the run as JSON; ValueError where there is no such folder."""
@@ -230,10 +230,10 @@ def measure(
     )
 
 
-def _fits(rows: Sequence[ReadRow]) -> dict[str, ScalingFit]:
+def _fits(rows: Sequence[AttentionRow]) -> dict[str, ScalingFit]:
     if len({row.history for row in rows}) < 3:
         return {}
-    by_path: dict[str, list[ReadRow]] = {}
+    by_path: dict[str, list[AttentionRow]] = {}
     for row in rows:
         by_path.setdefault(row.path, []).append(row)
     return {

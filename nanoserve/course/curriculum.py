@@ -76,7 +76,7 @@ _ROWS = (
      "You write attention through the slot mapping: the oracle that grades every kernel."),
     ("fused_read", "The fused read", 5, 2, (18,),
      "You let the cache attend by itself, with one branch in attention."),
-    ("read_benchmark", "A number on the wall", 5, 2, (19,),
+    ("attention_benchmark", "A number on the wall", 5, 2, (19,),
      "You time gathering against the fused read honestly, from 16 to 4,096 tokens."),
     ("tlsim_grid", "A grid of programs", 6, 2, (16,),
      "You write a first kernel as a grid of programs, run by a Triton made of torch."),

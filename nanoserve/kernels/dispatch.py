@@ -45,7 +45,7 @@ def select_backend(device: torch.device | str) -> str:
     reason = why_not_triton(device)
     if reason is None:
         return "triton"
-    _pass_over(torch.cuda.get_device_name(device), reason)
+    _warn_fallback(torch.cuda.get_device_name(device), reason)
     return "tlsim"
 
 
@@ -84,12 +84,12 @@ def _check_name(name: str) -> None:
 
 
 @cache
-def _pass_over(card: str, reason: str) -> None:
+def _warn_fallback(card: str, reason: str) -> None:
     """One warning per card: a @cache'd function runs once for the same arguments."""
     warnings.warn(f"tlsim takes the place of Triton on {card}: {reason}", stacklevel=3)
 
 
-def check_read(
+def check_attention(
     q: torch.Tensor,
     k_pool: torch.Tensor,
     v_pool: torch.Tensor,
@@ -103,8 +103,8 @@ def check_read(
     `check_slots`, or NANOSERVE_CHECK_SLOTS=1, asks for it there too.
     """
     if q.dim() != 4 or q.shape[0] != 1:
-        raise ValueError(f"q must be [1, n_q, seq_q, head_dim], got {list(q.shape)}")
-    _, n_q, seq_q, head_dim = q.shape
+        raise ValueError(f"q must be [1, n_q, query_len, head_dim], got {list(q.shape)}")
+    _, n_q, query_len, head_dim = q.shape
     for name, pool in (("k_pool", k_pool), ("v_pool", v_pool)):
         if pool.dim() != 3 or pool.shape[2] != head_dim:
             raise ValueError(
@@ -118,12 +118,12 @@ def check_read(
         raise ValueError(f"n_rep {n_rep} does not fit {n_q} query heads and {n_kv} KV heads")
     if slot_mapping.dim() != 1 or slot_mapping.dtype not in (torch.int64, torch.int32):
         raise ValueError(
-            "slot_mapping must be integers [seq_total], got "
+            "slot_mapping must be integers [kv_len], got "
             f"{slot_mapping.dtype} {list(slot_mapping.shape)}"
         )
-    seq_total = len(slot_mapping)
-    if not 1 <= seq_q <= seq_total:
-        raise ValueError(f"q has {seq_q} positions and slot_mapping {seq_total}, theirs included")
+    kv_len = len(slot_mapping)
+    if not 1 <= query_len <= kv_len:
+        raise ValueError(f"q has {query_len} positions and slot_mapping {kv_len}, theirs included")
     for name, x in (("q", q), ("k_pool", k_pool), ("v_pool", v_pool)):
         if x.dtype not in DTYPES or x.dtype != q.dtype:
             raise ValueError(
@@ -157,16 +157,16 @@ def launch(
 
     Arguments and result as for paged_attention_reference; `tile` keys per turn, a power of two.
     """
-    _, n_q, seq_q, head_dim = q.shape
+    _, n_q, query_len, head_dim = q.shape
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    kernel[(seq_q, n_q)](
+    kernel[(query_len, n_q)](
         q,
         k_pool,
         v_pool,
         slot_mapping,
         out,
         head_dim**-0.5 if scale is None else float(scale),
-        seq_q,
+        query_len,
         len(slot_mapping),
         *q.stride()[1:3],
         *k_pool.stride()[:2],
@@ -189,7 +189,7 @@ def paged_attention_triton(
     scale: float | None = None,
 ) -> torch.Tensor:
     """The kernel as Triton compiles it (or interprets it, under TRITON_INTERPRET=1)."""
-    check_read(q, k_pool, v_pool, slot_mapping, n_rep)
+    check_attention(q, k_pool, v_pool, slot_mapping, n_rep)
     with torch.cuda.device_of(q):
         return launch(paged_attention_kernel, q, k_pool, v_pool, slot_mapping, n_rep, scale)
 
@@ -203,7 +203,7 @@ def paged_attention_tlsim(
     scale: float | None = None,
 ) -> torch.Tensor:
     """The same kernel under tlsim, its checks off: they are for those who write kernels."""
-    check_read(q, k_pool, v_pool, slot_mapping, n_rep)
+    check_attention(q, k_pool, v_pool, slot_mapping, n_rep)
     programs = min(q.shape[1] * q.shape[2], 512)
     tile = tlsim.next_power_of_2(min(len(slot_mapping), 512, LANES // programs))
     with tlsim.options(checks=False, wave=512):
@@ -226,12 +226,12 @@ def paged_attention_dispatch(
     """Attention through a slot mapping, by whatever select_backend finds for q's device.
 
     Arguments and result as for paged_attention_reference, whose tolerance every backend keeps.
-    Raises ValueError for what check_read refuses.
+    Raises ValueError for what check_attention refuses.
     """
     backend = select_backend(q.device)
     if backend == "triton":
         return paged_attention_triton(q, k_pool, v_pool, slot_mapping, n_rep, scale)
     if backend == "tlsim":
         return paged_attention_tlsim(q, k_pool, v_pool, slot_mapping, n_rep, scale)
-    check_read(q, k_pool, v_pool, slot_mapping, n_rep)
+    check_attention(q, k_pool, v_pool, slot_mapping, n_rep)
     return paged_attention_reference(q, k_pool, v_pool, slot_mapping, n_rep, scale)

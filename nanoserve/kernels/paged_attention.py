@@ -10,14 +10,14 @@ except ImportError:  # macOS and Windows have no Triton: tlsim takes its place
 
 @triton.jit
 def paged_attention_kernel(
-    q_ptr,  # [n_q, seq_q, head_dim]
+    q_ptr,  # [n_q, query_len, head_dim]
     k_ptr,  # [num_slots, n_kv, head_dim]
     v_ptr,
-    slot_ptr,  # [seq_total]
-    out_ptr,  # [n_q, seq_q, head_dim]
+    slot_ptr,  # [kv_len]
+    out_ptr,  # [n_q, query_len, head_dim]
     scale,
-    seq_q,
-    seq_total,
+    query_len,
+    kv_len,
     q_head,  # strides, in elements; head_dim's are 1
     q_seq,
     k_slot,
@@ -41,13 +41,13 @@ def paged_attention_kernel(
 
     q = tl.load(q_ptr + head * q_head + query * q_seq + dim, mask=in_head, other=0.0)
     q = q.to(tl.float32) * scale  # [BLOCK_D]
-    visible = seq_total - seq_q + query + 1  # the keys up to the query's own
+    visible = kv_len - query_len + query + 1  # the keys up to the query's own
     m = float("-inf")
     l = 0.0  # noqa: E741
     acc = tl.zeros((BLOCK_D,), tl.float32)
     for start in range(0, visible, TILE):
         position = start + tl.arange(0, TILE)
-        held = position < seq_total  # the last tile is ragged
+        held = position < kv_len  # the last tile is ragged
         # int64: past slot 2,097,151 eight heads of 128 channels are beyond 32 bits
         slot = tl.load(slot_ptr + position, mask=held, other=0).to(tl.int64)
         mask = held[:, None] & in_head[None, :]

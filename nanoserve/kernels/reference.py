@@ -29,14 +29,14 @@ def paged_attention_reference(
 ) -> torch.Tensor:
     """Causal attention over keys and values that lie scattered in a pool.
 
-    q [1, n_q, seq_q, head_dim]; k_pool, v_pool [num_slots, n_kv, head_dim]; slot_mapping
-    [seq_total], the slot of each position, oldest first, the queries being the last seq_q of them;
-    n_rep = n_q // n_kv; scale defaults to head_dim ** -0.5 -> [1, n_q, seq_q, head_dim].
+    q [1, n_q, query_len, head_dim]; k_pool, v_pool [num_slots, n_kv, head_dim]; slot_mapping
+    [kv_len], the slot of each position, oldest first, the queries being the last query_len of them;
+    n_rep = n_q // n_kv; scale defaults to head_dim ** -0.5 -> [1, n_q, query_len, head_dim].
     torch.equal to sdpa over the same keys and values laid out contiguously.
     """
     n_q, n_kv = q.shape[1], k_pool.shape[1]
     if n_q != n_kv * n_rep:
         raise ValueError(f"n_rep {n_rep} does not fit {n_q} query heads and {n_kv} KV heads")
-    # [seq_total, n_kv, head_dim] -> [1, n_kv, seq_total, head_dim]
+    # [kv_len, n_kv, head_dim] -> [1, n_kv, kv_len, head_dim]
     k, v = (pool[slot_mapping].transpose(0, 1).contiguous()[None] for pool in (k_pool, v_pool))
     return sdpa(q, k, v, scale)

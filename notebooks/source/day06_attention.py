@@ -248,20 +248,20 @@ for token, row in zip(ids[0], shares):
 #
 # $$ \text{sdpa}(Q, K, V) = \text{softmax}\left(\text{scale} \cdot QK^T + \text{mask}\right) V $$
 #
-# 1. Group the queries: `[batch, n_kv, n_rep, seq_q, d]`. `k.unsqueeze(2)` fits beside them.
+# 1. Group the queries: `[batch, n_kv, n_rep, query_len, d]`. `k.unsqueeze(2)` fits beside them.
 # 2. Scores, times the scale: `head_dim ** -0.5`, unless one is handed in.
-# 3. Mask. K and V may be **longer** than q: the queries are then the last `seq_q` positions. From
+# 3. Mask. K and V may be **longer** than q: the queries are then the last `query_len` positions. From
 #    Day 11 on a single new query meets many remembered keys, and it may see them all.
 # 4. Softmax over the keys, its sum **in float32** whatever came in. `torch.softmax` sees to that.
-# 5. Mix the values, and flatten the groups to `[batch, n_q, seq_q, d]`.
+# 5. Mix the values, and flatten the groups to `[batch, n_q, query_len, d]`.
 
 
 # %%
 def sdpa(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None = None
 ) -> torch.Tensor:
-    """Causal attention: q [batch, n_q, seq_q, head_dim]; k, v [batch, n_kv, seq_total, head_dim]
-    -> [batch, n_q, seq_q, head_dim]. The queries are the last seq_q positions."""
+    """Causal attention: q [batch, n_q, query_len, head_dim]; k, v [batch, n_kv, kv_len, head_dim]
+    -> [batch, n_q, query_len, head_dim]. The queries are the last query_len positions."""
     raise NotImplementedError("your turn")
 
 
@@ -281,20 +281,20 @@ def sdpa(
 ) -> torch.Tensor:
     """Causal attention as an explicit sum (Vaswani et al. 2017, eq. 1).
 
-    q [batch, n_q, seq_q, head_dim]; k, v [batch, n_kv, seq_total, head_dim], the queries being the
-    last seq_q of seq_total positions -> [batch, n_q, seq_q, head_dim]. Query head h reads KV head
+    q [batch, n_q, query_len, head_dim]; k, v [batch, n_kv, kv_len, head_dim], the queries being the
+    last query_len of kv_len positions -> [batch, n_q, query_len, head_dim]. Query head h reads KV head
     h // n_rep, by a view. `scale` defaults to head_dim ** -0.5.
     """
-    n_q, seq_q, head_dim = q.shape[1:]
-    n_kv, seq_total = k.shape[1:3]
+    n_q, query_len, head_dim = q.shape[1:]
+    n_kv, kv_len = k.shape[1:3]
     n_rep = n_q // n_kv
     scale = head_dim**-0.5 if scale is None else scale
-    q = q.unflatten(1, (n_kv, n_rep)).flatten(2, 3)  # [batch, n_kv, n_rep * seq_q, head_dim]
-    scores = (q @ k.transpose(-1, -2) * scale).unflatten(2, (n_rep, seq_q))
-    future = torch.ones(seq_q, seq_total, dtype=torch.bool, device=q.device)
-    scores = scores.masked_fill(future.triu(1 + seq_total - seq_q), -torch.inf)
+    q = q.unflatten(1, (n_kv, n_rep)).flatten(2, 3)  # [batch, n_kv, n_rep * query_len, head_dim]
+    scores = (q @ k.transpose(-1, -2) * scale).unflatten(2, (n_rep, query_len))
+    future = torch.ones(query_len, kv_len, dtype=torch.bool, device=q.device)
+    scores = scores.masked_fill(future.triu(1 + kv_len - query_len), -torch.inf)
     weights = torch.softmax(scores, dim=-1)  # summed in float32, whatever the dtype
-    return (weights.flatten(2, 3) @ v).unflatten(2, (n_rep, seq_q)).flatten(1, 2)
+    return (weights.flatten(2, 3) @ v).unflatten(2, (n_rep, query_len)).flatten(1, 2)
 
 
 # %% [markdown]

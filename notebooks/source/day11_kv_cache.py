@@ -131,8 +131,8 @@ class Cache(Protocol):
     def append(
         self, layer: int, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take this step's keys and values [1, n_kv, seq_q, head_dim] of one layer; return the
-        whole history's [1, n_kv, seq_total, head_dim]. seq_len moves with the last layer."""
+        """Take this step's keys and values [1, n_kv, query_len, head_dim] of one layer; return the
+        whole history's [1, n_kv, kv_len, head_dim]. seq_len moves with the last layer."""
         ...
 
 
@@ -143,7 +143,7 @@ class Cache(Protocol):
 #
 # Day 6's mask was a square. In a continuation there are fewer queries than keys. A row for each
 # query, a column for each key, True where the query **may not** look. The queries are the *last*
-# `seq_q` of `seq_total` positions:
+# `query_len` of `kv_len` positions:
 #
 # | 3 queries, 5 keys | key 0 | key 1 | key 2 | key 3 | key 4 |
 # | --- | --- | --- | --- | --- | --- |
@@ -155,9 +155,9 @@ class Cache(Protocol):
 
 
 # %%
-def causal_mask(seq_q: int, seq_total: int) -> torch.Tensor:
-    """True where query i may not see key j: bool [seq_q, seq_total]. The queries are the last
-    seq_q of seq_total positions."""
+def causal_mask(query_len: int, kv_len: int) -> torch.Tensor:
+    """True where query i may not see key j: bool [query_len, kv_len]. The queries are the last
+    query_len of kv_len positions."""
     raise NotImplementedError("your turn")
 
 
@@ -165,10 +165,10 @@ today.check(causal_mask)
 
 
 # %% jupyter={"source_hidden": true}
-def causal_mask(seq_q: int, seq_total: int) -> torch.Tensor:
-    """True where query i may not see key j: bool [seq_q, seq_total]. The queries are the last
-    seq_q of seq_total positions."""
-    return torch.ones(seq_q, seq_total, dtype=torch.bool).triu(1 + seq_total - seq_q)
+def causal_mask(query_len: int, kv_len: int) -> torch.Tensor:
+    """True where query i may not see key j: bool [query_len, kv_len]. The queries are the last
+    query_len of kv_len positions."""
+    return torch.ones(query_len, kv_len, dtype=torch.bool).triu(1 + kv_len - query_len)
 
 
 # %% [markdown]
@@ -216,9 +216,9 @@ class NaiveKVCache:
 # ## Your turn: `append`
 #
 # The model calls it once per layer in each step, layer 0 first. `k` and `v` are this step's,
-# `[1, n_kv, seq_q, head_dim]`.
+# `[1, n_kv, query_len, head_dim]`.
 #
-# 1. The history ends at `self.seq_len` now, and at `end = self.seq_len + seq_q` after this step.
+# 1. The history ends at `self.seq_len` now, and at `end = self.seq_len + query_len` after this step.
 # 2. Grow if `self._k` is None or `end` is past `self._capacity`.
 # 3. Write behind the history, into the strip of this layer.
 # 4. Give back the history, this step included, as `[1, n_kv, end, head_dim]`: slices, no copies.
@@ -231,7 +231,7 @@ class NaiveKVCache:
 
 # %%
 def append(self, layer: int, k: torch.Tensor, v: torch.Tensor):
-    """Write k, v [1, n_kv, seq_q, head_dim] behind the history; return views of all of it."""
+    """Write k, v [1, n_kv, query_len, head_dim] behind the history; return views of all of it."""
     raise NotImplementedError("your turn")
 
 
@@ -244,7 +244,7 @@ class NaiveKVCache(NaiveKVCache):
     def append(
         self, layer: int, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write k, v [1, n_kv, seq_q, head_dim] behind the history; return views of all of it.
+        """Write k, v [1, n_kv, query_len, head_dim] behind the history; return views of all of it.
 
         Raises ValueError for more than one sequence. A step that fails half-way leaves seq_len.
         """

@@ -184,10 +184,10 @@ print("slots: ", cache._slots[:9].tolist())
 # ## Your turn: write through the slots
 #
 # `_write` is called once for each layer of a step, layer 0 first, with this step's `k` and `v`
-# `[1, n_kv, seq_q, head_dim]`.
+# `[1, n_kv, query_len, head_dim]`.
 #
 # 1. A cache holds one sequence: any other batch is a ValueError that says how many came.
-# 2. The history will end at `end = self.seq_len + seq_q`. `self._map(end)` makes sure that there are
+# 2. The history will end at `end = self.seq_len + query_len`. `self._map(end)` makes sure that there are
 #    slots for it, or raises `KVCacheExhausted`. **Change nothing before that.**
 # 3. Position `p` lies in slot `self._slots[p]`. Write this step's rows into `self.pool.k[layer]` and
 #    `self.pool.v[layer]`, each `[num_slots, n_kv, head_dim]`.
@@ -202,7 +202,7 @@ print("slots: ", cache._slots[:9].tolist())
 
 # %%
 def _write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Scatter k and v into their slots; the slots [seq_total] of the history, theirs included."""
+    """Scatter k and v into their slots; the slots [kv_len] of the history, theirs included."""
     raise NotImplementedError("your turn")
 
 
@@ -212,7 +212,7 @@ today.check(_write)
 # ## The write that lands, and the read
 #
 # `append` writes, and then goes the other way. It makes the same promise as Day 11's
-# `append`: this step's keys in, the whole history out, `[1, n_kv, seq_total, head_dim]`. So the model needs no change at all.
+# `append`: this step's keys in, the whole history out, `[1, n_kv, kv_len, head_dim]`. So the model needs no change at all.
 
 
 # %% jupyter={"source_hidden": true}
@@ -221,20 +221,20 @@ class PagedKVCache(PagedKVCache):
     def append(
         self, layer: int, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write k, v [1, n_kv, seq_q, head_dim] through their slots; return the gathered history.
+        """Write k, v [1, n_kv, query_len, head_dim] through their slots; return all K and V so far.
 
         Raises KVCacheExhausted where the pool has no room, with nothing written or taken, and
         ValueError for more than one sequence.
         """
         slots = self._write(layer, k, v)
-        # [seq_total, n_kv, head_dim] -> [1, n_kv, seq_total, head_dim], as NaiveKVCache lays it out
+        # [kv_len, n_kv, head_dim] -> [1, n_kv, kv_len, head_dim], as NaiveKVCache lays it out
         k, v = (
             pool[layer][slots].transpose(0, 1).contiguous() for pool in (self.pool.k, self.pool.v)
         )
         return k[None], v[None]
 
     def _write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Scatter k and v into their slots; the slots [seq_total] of the history, theirs included.
+        """Scatter k and v into their slots; the slots [kv_len] of the history, theirs included.
 
         seq_len moves with the last layer, so all layers of a step see the same mapping.
         """
@@ -251,7 +251,7 @@ class PagedKVCache(PagedKVCache):
 
 
 # %% [markdown]
-# The transpose in `_write` is easy to get wrong with all shapes right. `k[0]` is `[n_kv, seq_q,
+# The transpose in `_write` is easy to get wrong with all shapes right. `k[0]` is `[n_kv, query_len,
 # head_dim]`, a slot wants `[n_kv, head_dim]`. `reshape` would give the right shape too, and deal one
 # head's numbers out to several tokens:
 

@@ -65,9 +65,9 @@ today.glossary(
 #
 # | argument | shape | what it is |
 # | --- | --- | --- |
-# | `q` | `[1, n_q, seq_q, head_dim]` | this step's queries: the **last** `seq_q` positions |
+# | `q` | `[1, n_q, query_len, head_dim]` | this step's queries: the **last** `query_len` positions |
 # | `k_pool`, `v_pool` | `[num_slots, n_kv, head_dim]` | one layer's memory, of all sequences |
-# | `slot_mapping` | `[seq_total]` | the slot of each position, oldest first, this step's included |
+# | `slot_mapping` | `[kv_len]` | the slot of each position, oldest first, this step's included |
 # | `n_rep` | a number | `n_q // n_kv`: how many query heads share a KV head |
 #
 # And `scale`, `head_dim ** -0.5` unless it is handed in. No block table and no block size: a slot is
@@ -99,7 +99,7 @@ print(list(history.shape), "position 16 is slot 32:", torch.equal(history[16], k
 #
 # 1. If `n_q` is not `n_kv * n_rep`, raise ValueError and name `n_rep`. The number says nothing that the
 #    shapes do not say. But a kernel will compute pointers with it, and cannot check.
-# 2. Gather keys and values by slot, and bring them to `[1, n_kv, seq_total, head_dim]`, contiguous.
+# 2. Gather keys and values by slot, and bring them to `[1, n_kv, kv_len, head_dim]`, contiguous.
 # 3. Let `sdpa` do the sum, with the scale.
 #
 # Do not be clever. Nobody will wait for this function; everybody will believe it. Stuck?
@@ -113,8 +113,8 @@ from nanoserve.layers import sdpa
 def paged_attention_reference(q, k_pool, v_pool, slot_mapping, n_rep, scale=None):
     """Causal attention over keys and values that lie scattered in a pool.
 
-    q [1, n_q, seq_q, head_dim]; k_pool, v_pool [num_slots, n_kv, head_dim]; slot_mapping
-    [seq_total] -> [1, n_q, seq_q, head_dim].
+    q [1, n_q, query_len, head_dim]; k_pool, v_pool [num_slots, n_kv, head_dim]; slot_mapping
+    [kv_len] -> [1, n_q, query_len, head_dim].
     """
     raise NotImplementedError("your turn")
 
@@ -152,15 +152,15 @@ def paged_attention_reference(
 ) -> torch.Tensor:
     """Causal attention over keys and values that lie scattered in a pool.
 
-    q [1, n_q, seq_q, head_dim]; k_pool, v_pool [num_slots, n_kv, head_dim]; slot_mapping
-    [seq_total], the slot of each position, oldest first, the queries being the last seq_q of them;
-    n_rep = n_q // n_kv; scale defaults to head_dim ** -0.5 -> [1, n_q, seq_q, head_dim].
+    q [1, n_q, query_len, head_dim]; k_pool, v_pool [num_slots, n_kv, head_dim]; slot_mapping
+    [kv_len], the slot of each position, oldest first, the queries being the last query_len of them;
+    n_rep = n_q // n_kv; scale defaults to head_dim ** -0.5 -> [1, n_q, query_len, head_dim].
     torch.equal to sdpa over the same keys and values laid out contiguously.
     """
     n_q, n_kv = q.shape[1], k_pool.shape[1]
     if n_q != n_kv * n_rep:
         raise ValueError(f"n_rep {n_rep} does not fit {n_q} query heads and {n_kv} KV heads")
-    # [seq_total, n_kv, head_dim] -> [1, n_kv, seq_total, head_dim]
+    # [kv_len, n_kv, head_dim] -> [1, n_kv, kv_len, head_dim]
     k, v = (pool[slot_mapping].transpose(0, 1).contiguous()[None] for pool in (k_pool, v_pool))
     return sdpa(q, k, v, scale)
 
@@ -174,15 +174,15 @@ def paged_attention_reference(
 
 # %%
 def contiguous(pool, slots):
-    """[num_slots, n_kv, d] -> [1, n_kv, seq_total, d], one token after another."""
+    """[num_slots, n_kv, d] -> [1, n_kv, kv_len, d], one token after another."""
     return torch.stack([pool[slot] for slot in slots.tolist()], dim=1)[None].contiguous()
 
 
-def a_read(seq_q, blocks, seq_total, n_q=9, n_kv=3, poison=False):
+def a_read(query_len, blocks, kv_len, n_q=9, n_kv=3, poison=False):
     """(q, k_pool, v_pool, slot_mapping, n_rep) at random, the tokens lying in these blocks."""
     slots = [block * block_size + offset for block in blocks for offset in range(block_size)]
-    slots = torch.tensor(slots[:seq_total])
-    q = torch.randn(1, n_q, seq_q, head_dim, generator=generator)
+    slots = torch.tensor(slots[:kv_len])
+    q = torch.randn(1, n_q, query_len, head_dim, generator=generator)
     k_pool, v_pool = torch.randn(2, 10 * block_size, n_kv, head_dim, generator=generator)
     if poison:
         nobody = torch.ones(len(k_pool), dtype=torch.bool)

@@ -125,7 +125,7 @@ from nanoserve.layers import sdpa
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/bench/read.py
+# lands in nanoserve/bench/attention.py
 LLAMA_1B = parse_config(
     {
         "model_type": "llama",
@@ -145,7 +145,7 @@ LLAMA_1B = parse_config(
 
 
 @dataclass(frozen=True)
-class ReadRow:
+class AttentionRow:
     """One way of reading one layer's history: median seconds, and the bytes it could not avoid."""
 
     path: str
@@ -158,13 +158,13 @@ class ReadRow:
         return self.bytes / self.seconds
 
 
-def read_benchmark(
+def attention_benchmark(
     config: ModelConfig,
     histories: Sequence[int] = (16, 64, 256, 1024, 4096),
     dtype: torch.dtype = torch.float32,
     rounds: int = 20,
     clock: Clock = time.perf_counter,
-) -> list[ReadRow]:
+) -> list[AttentionRow]:
     """Time one layer's attention of one new token over histories that lie in scattered blocks.
 
     "gather" copies the history out of the pool and attends; "fused" is the cache's own read, by the
@@ -194,7 +194,7 @@ def read_benchmark(
         layers[1] += config.num_layers // 2  # else fused would find what gather has just read
         moved = 2 * history * config.n_kv * config.head_dim * dtype.itemsize  # keys and values
         times = median_times(paths, rounds, warmup=2, clock=clock)
-        rows += [ReadRow(path, history, seconds, moved) for path, seconds in times.items()]
+        rows += [AttentionRow(path, history, seconds, moved) for path, seconds in times.items()]
     return rows
 
 
@@ -234,7 +234,7 @@ def scattered_cache(
 from nanoserve import load_model
 
 config = load_model("smollm2").config
-rows = read_benchmark(LLAMA_1B, [48], rounds=1)
+rows = attention_benchmark(LLAMA_1B, [48], rounds=1)
 assert rows[0].bytes == bytes_of_a_read(LLAMA_1B, 48, torch.float32, gathered=False)
 for name, shape in (("SmolLM2-135M", config), ("Llama-3.2-1B", LLAMA_1B)):
     once, copied = (bytes_of_a_read(shape, 4_096, torch.float32, way) for way in (False, True))
@@ -267,7 +267,7 @@ def one_token_short(self, layer, k, v, q, n_rep, scale=None):
 
 PagedKVCache.paged_attention = one_token_short
 try:
-    read_benchmark(config, [64])
+    attention_benchmark(config, [64])
 except WrongAnswer as error:
     print(error)
 finally:
@@ -279,7 +279,7 @@ finally:
 
 # %%
 ticks = count()
-for row in read_benchmark(config, [16, 64], rounds=3, clock=lambda: float(next(ticks))):
+for row in attention_benchmark(config, [16, 64], rounds=3, clock=lambda: float(next(ticks))):
     print(
         f"{row.path:6} {row.history:3} tokens: {row.seconds} s, {row.bytes_per_second:,.0f} bytes/s"
     )
@@ -298,7 +298,7 @@ today.predict("gain", "At 4,096 tokens, how many times as fast as the gather is 
 lengths = (16, 64, 256, 1_024, 4_096)
 roof = read_bandwidth(1 << 28)
 shapes = {"SmolLM2-135M": config, "Llama-3.2-1B": LLAMA_1B}
-rows = {name: read_benchmark(shape, lengths) for name, shape in shapes.items()}
+rows = {name: attention_benchmark(shape, lengths) for name, shape in shapes.items()}
 roof = max(roof, read_bandwidth(1 << 28))
 print(f"this machine reads {roof / 1e9:.1f} GB/s")
 for name, results in rows.items():
@@ -416,7 +416,7 @@ fig
 #
 # The same from the command line, with the rows as a file for your wall:
 #
-# `nanoserve bench read --csv read.csv`
+# `nanoserve bench attention --csv read.csv`
 #
 # ## What you learned
 #

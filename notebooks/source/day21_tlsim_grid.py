@@ -263,9 +263,9 @@ print(slot * 1_024, slot.long() * 1_024)  # 8 KV heads of 128: 1,024 elements pe
 # | argument | what it is |
 # | --- | --- |
 # | `pool_ptr` | `[num_slots, n_kv, head_dim]` |
-# | `slot_ptr` | int64 `[seq_total]` |
-# | `out_ptr` | `[seq_total, n_kv, head_dim]` |
-# | `seq_total` | how many positions there are |
+# | `slot_ptr` | int64 `[kv_len]` |
+# | `out_ptr` | `[kv_len, n_kv, head_dim]` |
+# | `kv_len` | how many positions there are |
 # | `pool_slot`, `pool_head` | the pool's strides, in elements, from slot to slot and from head to head |
 # | `out_row`, `out_head` | the output's, from position to position and from head to head |
 # | `HEAD_DIM`, `BLOCK_D` | numbers in a head; the same, padded to a power of two |
@@ -280,7 +280,7 @@ print(slot * 1_024, slot.long() * 1_024)  # 8 KV heads of 128: 1,024 elements pe
 
 # %%
 def paged_gather(
-    pool_ptr, slot_ptr, out_ptr, seq_total, pool_slot, pool_head, out_row, out_head,
+    pool_ptr, slot_ptr, out_ptr, kv_len, pool_slot, pool_head, out_row, out_head,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One program copies one KV head's rows of one tile of positions."""
@@ -298,9 +298,9 @@ today.check(paged_gather)
 @tlsim.jit
 def paged_gather(
     pool_ptr,  # [num_slots, n_kv, head_dim]
-    slot_ptr,  # [seq_total]
-    out_ptr,  # [seq_total, n_kv, head_dim]
-    seq_total,
+    slot_ptr,  # [kv_len]
+    out_ptr,  # [kv_len, n_kv, head_dim]
+    kv_len,
     pool_slot,  # strides, in elements; head_dim's are 1
     pool_head,
     out_row,
@@ -312,7 +312,7 @@ def paged_gather(
     """One program copies one KV head's rows of one tile of positions."""
     head = tl.program_id(1)
     position = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    held = position < seq_total
+    held = position < kv_len
     slot = tl.load(slot_ptr + position, mask=held, other=0).to(tl.int64)
     dim = tl.arange(0, BLOCK_D)
     mask = held[:, None] & (dim < HEAD_DIM)[None, :]
@@ -329,12 +329,12 @@ def paged_gather(
 
 # %%
 def gather(kernel, pool, slot_mapping, tile):
-    """[seq_total, n_kv, head_dim] by a kernel; NaN where no program stored."""
-    seq_total, (_, n_kv, head_dim) = len(slot_mapping), pool.shape
-    out = torch.full((seq_total, n_kv, head_dim), torch.nan)
-    grid = (tlsim.cdiv(seq_total, tile), n_kv)  # rounded up
+    """[kv_len, n_kv, head_dim] by a kernel; NaN where no program stored."""
+    kv_len, (_, n_kv, head_dim) = len(slot_mapping), pool.shape
+    out = torch.full((kv_len, n_kv, head_dim), torch.nan)
+    grid = (tlsim.cdiv(kv_len, tile), n_kv)  # rounded up
     kernel[grid](
-        pool, slot_mapping, out, seq_total, *pool.stride()[:2], *out.stride()[:2],
+        pool, slot_mapping, out, kv_len, *pool.stride()[:2], *out.stride()[:2],
         HEAD_DIM=head_dim, BLOCK_D=tlsim.next_power_of_2(head_dim), TILE=tile,
     )  # fmt: skip
     return out
@@ -414,8 +414,8 @@ def examine(kernel):
 
 
 bugs = {
-    "the tail's mask forgotten": ("position < seq_total", "position >= 0"),
-    "one too many in the last tile": ("position < seq_total", "position <= seq_total"),
+    "the tail's mask forgotten": ("position < kv_len", "position >= 0"),
+    "one too many in the last tile": ("position < kv_len", "position <= kv_len"),
     "program_id forgotten": ("tl.program_id(0) * TILE + ", ""),
     "one place for all heads": (" + head * out_head", ""),
     "the slot without its stride": ("slot * pool_slot", "slot"),

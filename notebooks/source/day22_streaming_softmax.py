@@ -720,13 +720,13 @@ for kernel in (changing_type, exp_of_halves, twelve_lanes, if_on_a_block, small_
 # | --- | --- |
 # | which query | `tl.program_id(0)`, and its head is `tl.program_id(1)` |
 # | which KV head | Day 6: neighbours share one |
-# | how far | `visible = seq_total - seq_q + query + 1` keys; the last of them is its own |
+# | how far | `visible = kv_len - query_len + query + 1` keys; the last of them is its own |
 # | where a key lies | slot `slot_ptr[position]`, so from element `slot * k_slot + kv_head * k_head` on |
 # | channels | `HEAD_DIM` of them, in a block of `BLOCK_D`, the next power of two |
 #
 # Two axes meet in a tile of keys, `[TILE, BLOCK_D]`: offsets of rows with `[:, None]`, channels with
 # `[None, :]`. And two things are ragged. The last tile reaches behind the last key (`position <
-# seq_total`), and the block behind the last channel (`dim < HEAD_DIM`). What lies there belongs to
+# kv_len`), and the block behind the last channel (`dim < HEAD_DIM`). What lies there belongs to
 # somebody else, or to nobody: it may be NaN, so it is masked **as it is loaded**. Hiding the score is not
 # enough, since 0 times NaN is NaN.
 #
@@ -767,14 +767,14 @@ for kernel in (changing_type, exp_of_halves, twelve_lanes, if_on_a_block, small_
 # %%
 @triton.jit
 def paged_attention_kernel(
-    q_ptr,  # [n_q, seq_q, head_dim]
+    q_ptr,  # [n_q, query_len, head_dim]
     k_ptr,  # [num_slots, n_kv, head_dim]
     v_ptr,
-    slot_ptr,  # [seq_total]
-    out_ptr,  # [n_q, seq_q, head_dim]
+    slot_ptr,  # [kv_len]
+    out_ptr,  # [n_q, query_len, head_dim]
     scale,
-    seq_q,
-    seq_total,
+    query_len,
+    kv_len,
     q_head,  # strides, in elements; head_dim's are 1
     q_seq,
     k_slot,
@@ -812,14 +812,14 @@ today.check(paged_attention_kernel)
 # lands in nanoserve/kernels/paged_attention.py
 @triton.jit
 def paged_attention_kernel(
-    q_ptr,  # [n_q, seq_q, head_dim]
+    q_ptr,  # [n_q, query_len, head_dim]
     k_ptr,  # [num_slots, n_kv, head_dim]
     v_ptr,
-    slot_ptr,  # [seq_total]
-    out_ptr,  # [n_q, seq_q, head_dim]
+    slot_ptr,  # [kv_len]
+    out_ptr,  # [n_q, query_len, head_dim]
     scale,
-    seq_q,
-    seq_total,
+    query_len,
+    kv_len,
     q_head,  # strides, in elements; head_dim's are 1
     q_seq,
     k_slot,
@@ -843,13 +843,13 @@ def paged_attention_kernel(
 
     q = tl.load(q_ptr + head * q_head + query * q_seq + dim, mask=in_head, other=0.0)
     q = q.to(tl.float32) * scale  # [BLOCK_D]
-    visible = seq_total - seq_q + query + 1  # the keys up to the query's own
+    visible = kv_len - query_len + query + 1  # the keys up to the query's own
     m = float("-inf")
     l = 0.0  # noqa: E741
     acc = tl.zeros((BLOCK_D,), tl.float32)
     for start in range(0, visible, TILE):
         position = start + tl.arange(0, TILE)
-        held = position < seq_total  # the last tile is ragged
+        held = position < kv_len  # the last tile is ragged
         # int64: past slot 2,097,151 eight heads of 128 channels are beyond 32 bits
         slot = tl.load(slot_ptr + position, mask=held, other=0).to(tl.int64)
         mask = held[:, None] & in_head[None, :]
@@ -875,7 +875,7 @@ def paged_attention_kernel(
 # - `.to(tl.int64)` on the slots, the trap of Day 21. With 8 KV heads of 128 channels a slot is 1,024 elements, and slot
 #   2,097,152 begins at element $2^{31}$, which 32 bits do not hold. If the slots came as int32, the kernel would
 #   read from in front of the pool. Ours come as int64, so no check misses the cast; a kernel does not count on it.
-# - The loop ends at `visible`, not at `seq_total`. Both are right, since later keys get $-\infty$ anyway. But
+# - The loop ends at `visible`, not at `kv_len`. Both are right, since later keys get $-\infty$ anyway. But
 #   the query at position 10 of 8,192 then stops after one tile instead of walking over 8,192 keys to
 #   throw them away. Causal attention is half the work, and this bound is where the half is saved, on a
 #   card. In lockstep nothing is: all programs run to the longest.
@@ -893,13 +893,13 @@ head_dim, block_size = 64, 16
 kernel = tlsim.jit(paged_attention_kernel)
 
 
-def a_read(seq_q, blocks, seq_total, n_q=9, n_kv=3):
+def a_read(query_len, blocks, kv_len, n_q=9, n_kv=3):
     """(q, k_pool, v_pool, slot_mapping, n_rep); the tokens lie in these blocks, NaN elsewhere."""
     slots = [block * block_size + offset for block in blocks for offset in range(block_size)]
-    slots = torch.tensor(slots[:seq_total])
-    q = torch.randn(1, n_q, seq_q, head_dim, generator=generator)
+    slots = torch.tensor(slots[:kv_len])
+    q = torch.randn(1, n_q, query_len, head_dim, generator=generator)
     pools = torch.full((2, 10 * block_size, n_kv, head_dim), torch.nan)
-    pools[:, slots] = torch.randn(2, seq_total, n_kv, head_dim, generator=generator)
+    pools[:, slots] = torch.randn(2, kv_len, n_kv, head_dim, generator=generator)
     return q, *pools, slots, n_q // n_kv
 
 

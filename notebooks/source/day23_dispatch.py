@@ -160,7 +160,7 @@ for name, x in (("the view that attention makes", q), ("the same, copied", q.con
 # | `grid` | two numbers, for axis 0 and axis 1 | see above |
 # | `strides` | `q_head, q_seq, k_slot, k_head, v_slot, v_head, out_head, out_seq`, in elements | each tensor's own |
 #
-# with `q` and `out` `[1, n_q, seq_q, head_dim]`, `k_pool` and `v_pool` `[num_slots, n_kv, head_dim]`.
+# with `q` and `out` `[1, n_q, query_len, head_dim]`, `k_pool` and `v_pool` `[num_slots, n_kv, head_dim]`.
 # Channels must lie side by side, so no stride is needed for them. Stuck? `today.hint()` looks at the
 # case that failed.
 
@@ -204,16 +204,16 @@ def launch(
 
     Arguments and result as for paged_attention_reference; `tile` keys per turn, a power of two.
     """
-    _, n_q, seq_q, head_dim = q.shape
+    _, n_q, query_len, head_dim = q.shape
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    kernel[(seq_q, n_q)](
+    kernel[(query_len, n_q)](
         q,
         k_pool,
         v_pool,
         slot_mapping,
         out,
         head_dim**-0.5 if scale is None else float(scale),
-        seq_q,
+        query_len,
         len(slot_mapping),
         *q.stride()[1:3],
         *k_pool.stride()[:2],
@@ -288,7 +288,7 @@ except tlsim.KernelError as error:
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def check_read(
+def check_attention(
     q: torch.Tensor,
     k_pool: torch.Tensor,
     v_pool: torch.Tensor,
@@ -302,8 +302,8 @@ def check_read(
     `check_slots`, or NANOSERVE_CHECK_SLOTS=1, asks for it there too.
     """
     if q.dim() != 4 or q.shape[0] != 1:
-        raise ValueError(f"q must be [1, n_q, seq_q, head_dim], got {list(q.shape)}")
-    _, n_q, seq_q, head_dim = q.shape
+        raise ValueError(f"q must be [1, n_q, query_len, head_dim], got {list(q.shape)}")
+    _, n_q, query_len, head_dim = q.shape
     for name, pool in (("k_pool", k_pool), ("v_pool", v_pool)):
         if pool.dim() != 3 or pool.shape[2] != head_dim:
             raise ValueError(
@@ -317,12 +317,12 @@ def check_read(
         raise ValueError(f"n_rep {n_rep} does not fit {n_q} query heads and {n_kv} KV heads")
     if slot_mapping.dim() != 1 or slot_mapping.dtype not in (torch.int64, torch.int32):
         raise ValueError(
-            "slot_mapping must be integers [seq_total], got "
+            "slot_mapping must be integers [kv_len], got "
             f"{slot_mapping.dtype} {list(slot_mapping.shape)}"
         )
-    seq_total = len(slot_mapping)
-    if not 1 <= seq_q <= seq_total:
-        raise ValueError(f"q has {seq_q} positions and slot_mapping {seq_total}, theirs included")
+    kv_len = len(slot_mapping)
+    if not 1 <= query_len <= kv_len:
+        raise ValueError(f"q has {query_len} positions and slot_mapping {kv_len}, theirs included")
     for name, x in (("q", q), ("k_pool", k_pool), ("v_pool", v_pool)):
         if x.dtype not in DTYPES or x.dtype != q.dtype:
             raise ValueError(
@@ -345,7 +345,7 @@ def check_read(
 # %%
 def refusal(*read):
     try:
-        check_read(*read)
+        check_attention(*read)
     except ValueError as error:
         return str(error)
     return "accepted"
@@ -363,7 +363,7 @@ print(refusal(q, k_pool, v_pool.half(), slots, 3))
 # ## Two launchers
 #
 # Check, then launch: once with the kernel as Triton has it, once with tlsim's. The CPU path switches the
-# sanitizer off, since `check_read` has seen to the pointers and nobody writes a kernel while a model
+# sanitizer off, since `check_attention` has seen to the pointers and nobody writes a kernel while a model
 # runs. It also chooses its own tile. On a card a program is 128 threads, and a tile is what their
 # registers can hold; in tlsim all programs move together and each operation costs its start, so that few
 # and large tiles are better. The kernel does not care: `TILE` is one of its parameters.
@@ -388,7 +388,7 @@ def paged_attention_triton(
     scale: float | None = None,
 ) -> torch.Tensor:
     """The kernel as Triton compiles it (or interprets it, under TRITON_INTERPRET=1)."""
-    check_read(q, k_pool, v_pool, slot_mapping, n_rep)
+    check_attention(q, k_pool, v_pool, slot_mapping, n_rep)
     with torch.cuda.device_of(q):
         return launch(paged_attention_kernel, q, k_pool, v_pool, slot_mapping, n_rep, scale)
 
@@ -402,7 +402,7 @@ def paged_attention_tlsim(
     scale: float | None = None,
 ) -> torch.Tensor:
     """The same kernel under tlsim, its checks off: they are for those who write kernels."""
-    check_read(q, k_pool, v_pool, slot_mapping, n_rep)
+    check_attention(q, k_pool, v_pool, slot_mapping, n_rep)
     programs = min(q.shape[1] * q.shape[2], 512)
     tile = tlsim.next_power_of_2(min(len(slot_mapping), 512, LANES // programs))
     with tlsim.options(checks=False, wave=512):
@@ -482,7 +482,7 @@ def select_backend(device: torch.device | str) -> str:
     reason = why_not_triton(device)
     if reason is None:
         return "triton"
-    _pass_over(torch.cuda.get_device_name(device), reason)
+    _warn_fallback(torch.cuda.get_device_name(device), reason)
     return "tlsim"
 
 
@@ -506,7 +506,7 @@ def _check_name(name: str) -> None:
 
 
 @cache
-def _pass_over(card: str, reason: str) -> None:
+def _warn_fallback(card: str, reason: str) -> None:
     """One warning per card: a @cache'd function runs once for the same arguments."""
     warnings.warn(f"tlsim takes the place of Triton on {card}: {reason}", stacklevel=3)
 
@@ -542,7 +542,7 @@ def on_a(card, capability, installed=True):
         patch("__main__.has_triton", lambda: installed),
         warnings.catch_warnings(record=True) as told,
     ):
-        _pass_over.cache_clear()
+        _warn_fallback.cache_clear()
         answers = {select_backend("cuda") for _ in range(3)}
         assert answers == {choose("cuda", installed, capability)}
         return answers.pop(), [str(warning.message) for warning in told]
@@ -574,14 +574,14 @@ def paged_attention_dispatch(
     """Attention through a slot mapping, by whatever select_backend finds for q's device.
 
     Arguments and result as for paged_attention_reference, whose tolerance every backend keeps.
-    Raises ValueError for what check_read refuses.
+    Raises ValueError for what check_attention refuses.
     """
     backend = select_backend(q.device)
     if backend == "triton":
         return paged_attention_triton(q, k_pool, v_pool, slot_mapping, n_rep, scale)
     if backend == "tlsim":
         return paged_attention_tlsim(q, k_pool, v_pool, slot_mapping, n_rep, scale)
-    check_read(q, k_pool, v_pool, slot_mapping, n_rep)
+    check_attention(q, k_pool, v_pool, slot_mapping, n_rep)
     return paged_attention_reference(q, k_pool, v_pool, slot_mapping, n_rep, scale)
 
 
@@ -649,14 +649,14 @@ BLOCK = 16
 
 @dataclass(frozen=True)
 class Read:
-    """One layer's read: its heads, and how many of its seq_total positions ask."""
+    """One layer's read: its heads, and how many of its kv_len positions ask."""
 
     name: str
     n_q: int
     n_kv: int
     head_dim: int
-    seq_q: int
-    seq_total: int
+    query_len: int
+    kv_len: int
 
 
 READS = (
@@ -715,12 +715,12 @@ def agreement(
 
 def draw(read: Read, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     """(q, k_pool, v_pool, slot_mapping) of a read, at random and the same each time."""
-    random = torch.Generator().manual_seed(read.seq_total)
-    q = torch.randn(1, read.seq_q, read.n_q, read.head_dim, generator=random).transpose(1, 2)
-    blocks = -(-read.seq_total // BLOCK)
+    random = torch.Generator().manual_seed(read.kv_len)
+    q = torch.randn(1, read.query_len, read.n_q, read.head_dim, generator=random).transpose(1, 2)
+    blocks = -(-read.kv_len // BLOCK)
     pools = torch.full((2, 2 * blocks * BLOCK, read.n_kv, read.head_dim), torch.nan)
     starts = torch.randperm(2 * blocks, generator=random)[:blocks] * BLOCK
-    slots = (starts[:, None] + torch.arange(BLOCK)).flatten()[: read.seq_total]
+    slots = (starts[:, None] + torch.arange(BLOCK)).flatten()[: read.kv_len]
     pools[:, slots] = torch.randn(pools[:, slots].shape, generator=random)
     k_pool, v_pool = pools.to(dtype)
     return q.to(dtype), k_pool, v_pool, slots
@@ -905,7 +905,7 @@ for dtype in (torch.float16, torch.bfloat16):
         exact = paged_attention_reference(*wide, n_rep)
         outs = (paged_attention_tlsim(*tensors, n_rep), paged_attention_reference(*tensors, n_rep))
         kernel, oracle = (float((out.double() - exact).abs().max()) for out in outs)
-        which = "several queries" if read.seq_q > 1 else "a single query"
+        which = "several queries" if read.query_len > 1 else "a single query"
         equal[which].append(math.isclose(kernel, oracle, rel_tol=0.01))
         nearer[which].append(kernel < oracle and not equal[which][-1])
     for which in nearer:

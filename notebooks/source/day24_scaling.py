@@ -263,9 +263,9 @@ today.predict("exponent", "The gather's exponent, 0 (flat) to 1 (linear)?", gues
 
 # %%
 # NBVAL_IGNORE_OUTPUT
-from nanoserve.bench.read import LLAMA_1B, read_benchmark
+from nanoserve.bench.attention import LLAMA_1B, attention_benchmark
 
-rows = read_benchmark(replace(LLAMA_1B, num_layers=6), sweep, rounds=9)
+rows = attention_benchmark(replace(LLAMA_1B, num_layers=6), sweep, rounds=9)
 took = {path: [row.seconds for row in rows if row.path == path] for path in ("gather", "fused")}
 fits = {path: fit_scaling(sweep, times) for path, times in took.items()}
 for path, fit in fits.items():

@@ -151,7 +151,7 @@ class PagedKVCache(PagedKVCache):
         n_rep: int,
         scale: float | None = None,
     ) -> torch.Tensor:
-        """Write this step's k and v, then let q [1, n_q, seq_q, head_dim] attend in place.
+        """Write this step's k and v, then let q [1, n_q, query_len, head_dim] attend in place.
 
         The history is read where it lies, through the slot mapping; errors as for append.
         """

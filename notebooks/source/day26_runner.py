@@ -58,7 +58,7 @@ today.glossary(
 )
 
 # %% [markdown]
-# ## Your turn: `read_paths`
+# ## Your turn: `attention_paths`
 #
 # `scattered_cache` of Day 20 gives a cache that holds `history - 1` tokens in scattered blocks, and the `q`, `k` and `v`
 # of the next. Give three functions by name. Each takes a **layer**, writes this step's `k` and `v` there by
@@ -80,7 +80,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
-from nanoserve.bench.read import LLAMA_1B, ReadRow, scattered_cache
+from nanoserve.bench.attention import LLAMA_1B, AttentionRow, scattered_cache
 from nanoserve.cache import PagedKVCache
 from nanoserve.config import ModelConfig
 from nanoserve.kernels.reference import paged_attention_reference, tolerance
@@ -88,13 +88,13 @@ from nanoserve.layers import sdpa
 
 
 # %%
-def read_paths(cache, step, n_rep) -> dict[str, Callable[[int], torch.Tensor]]:
+def attention_paths(cache, step, n_rep) -> dict[str, Callable[[int], torch.Tensor]]:
     """Three ways to write step's k and v into a layer and let its q attend: "dispatched", "gather"
     and "reference", each a function of the layer."""
     raise NotImplementedError("your turn")
 
 
-today.check(read_paths)
+today.check(attention_paths)
 
 # %% [markdown]
 # ## The paths and the gate
@@ -121,7 +121,7 @@ DATA = Path("notebooks/data")  # in a clone, where a run is recorded
 Read = Callable[[int], torch.Tensor]  # one layer's attention of one new token
 
 
-def read_paths(
+def attention_paths(
     cache: PagedKVCache, step: Mapping[str, torch.Tensor], n_rep: int
 ) -> dict[str, Read]:
     """Three ways to write the step's k and v into a layer and let its q attend, by name.
@@ -189,7 +189,7 @@ for fault in (oldest_lost, never_written, stale_slot, honest):
     cache, step = scattered_cache(LLAMA_1B, 64)
     PagedKVCache.paged_attention = fault
     try:
-        gate(read_paths(cache, step, LLAMA_1B.n_rep), (0, 5), " after 64 tokens")
+        gate(attention_paths(cache, step, LLAMA_1B.n_rep), (0, 5), " after 64 tokens")
         print(f"{fault.__name__}: may be timed")
     except WrongAnswer as error:
         print(f"{fault.__name__}: {error}")
@@ -251,7 +251,7 @@ def cache_benchmark(
     device: str | torch.device = "cpu",
     rounds: int = 20,
     clock: Clock | None = None,
-) -> list[ReadRow]:
+) -> list[AttentionRow]:
     """Time one layer's read of one sequence in a decode step, k and v written first, on each path.
 
     All pass the gate, or WrongAnswer is raised and no time is given. They take turns, and before a
@@ -267,7 +267,7 @@ def cache_benchmark(
         cache, step = scattered_cache(
             replace(config, num_layers=layers + 1), history, dtype, device
         )
-        paths = read_paths(cache, step, config.n_rep)
+        paths = attention_paths(cache, step, config.n_rep)
         gate(paths, (0, layers - 1), f" after {history} tokens")
         runs = {}
         for i, (path, read) in enumerate(paths.items()):  # each begins at another place
@@ -275,7 +275,7 @@ def cache_benchmark(
             order = cycle([(start + layer) % layers for layer in range(layers)])
             runs[path] = _burst(read, order, burst)
         times = median_times(runs, rounds, warmup=2, clock=clock)
-        rows += [ReadRow(path, history, took / burst, moved) for path, took in times.items()]
+        rows += [AttentionRow(path, history, took / burst, moved) for path, took in times.items()]
     return rows
 
 
@@ -324,7 +324,7 @@ class Sweep:
 
     model: str
     dtype: str
-    rows: list[ReadRow]
+    rows: list[AttentionRow]
     fits: dict[str, ScalingFit]  # by path; empty with fewer than three histories
 
 
@@ -343,9 +343,9 @@ class RecordedRun:
 
     @property
     def file(self) -> str:
-        """read_h200.json for an "NVIDIA H200"."""
+        """attention_h200.json for an "NVIDIA H200"."""
         words = self.device.split(",")[0].lower().replace("nvidia ", "")
-        return f"read_{'_'.join(words.replace('-', ' ').split())}.json"
+        return f"attention_{'_'.join(words.replace('-', ' ').split())}.json"
 
     def save(self, folder: Path) -> Path:
         """Write the run as JSON; ValueError where there is no such folder."""
@@ -411,10 +411,10 @@ def measure(
     )
 
 
-def _fits(rows: Sequence[ReadRow]) -> dict[str, ScalingFit]:
+def _fits(rows: Sequence[AttentionRow]) -> dict[str, ScalingFit]:
     if len({row.history for row in rows}) < 3:
         return {}
-    by_path: dict[str, list[ReadRow]] = {}
+    by_path: dict[str, list[AttentionRow]] = {}
     for row in rows:
         by_path.setdefault(row.path, []).append(row)
     return {
@@ -575,7 +575,7 @@ fig
 #
 # A recorded run comes from one command on a machine with a card, and the file carries its label:
 #
-# `nanoserve bench read --cache --device cuda --record`
+# `nanoserve bench attention --cache --device cuda --record`
 #
 # or, where typer is missing, `python -m nanoserve.bench.runner --device cuda --record`: either does it.
 #
@@ -590,7 +590,7 @@ for name, shape in MODELS.items():
 from nanoserve.course.exercise import CourseError
 
 try:
-    recorded = today.data("read_h200")
+    recorded = today.data("attention_h200")
 except CourseError:  # not in this copy of the course
     recorded = {"sweeps": []}
 else:
@@ -603,7 +603,7 @@ for sweep in sweeps:
     print(f"\n{sweep['model']}, {sweep['dtype']}")
     rows_of = {path: [] for path in sweep["fits"]}
     for row in sweep["rows"]:
-        rows_of[row["path"]].append(ReadRow(**row))
+        rows_of[row["path"]].append(AttentionRow(**row))
     for path, own in rows_of.items():
         fit, end = (
             fit_scaling([row.history for row in part], [row.seconds for row in part])
@@ -626,7 +626,7 @@ for sweep in sweeps:
 
 # %%
 for sweep in recorded["sweeps"]:
-    at = {(row["path"], row["history"]): ReadRow(**row) for row in sweep["rows"]}
+    at = {(row["path"], row["history"]): AttentionRow(**row) for row in sweep["rows"]}
     print(f"{sweep['model']}, {sweep['dtype']}")
     for n in (64, 16_384):
         kernel, gather = at["dispatched", n], at["gather", n]
@@ -635,7 +635,7 @@ for sweep in recorded["sweeps"]:
             f"  {n:6,} tokens: kernel {kernel.seconds * 1e6:.0f} µs, gather {gather.seconds * 1e6:.0f} µs, "
             f"{gather.seconds / kernel.seconds:.1f} times; the best of all at {best / recorded['roof']:.2%} of the roof"
         )
-ends = [ReadRow(**row) for sweep in sweeps for row in sweep["rows"]]
+ends = [AttentionRow(**row) for sweep in sweeps for row in sweep["rows"]]
 ends = [row for row in ends if (row.path, row.history) == ("dispatched", 16_384)]
 for (name, shape), row in zip(MODELS.items(), ends):  # in float16
     print(f"{name:12} {shape.n_q:2} programs, {row.bytes / 1e6:.1f} MB: {row.seconds * 1e6:.0f} µs")
@@ -653,7 +653,7 @@ for ax, name in zip(axes, MODELS):
     ax.set_title(name, loc="left", fontweight="bold")
     for sweep in (sweep for sweep in sweeps if sweep["model"] == name):
         label = f"{name}, {recorded['device']}"
-        draw(ax, [ReadRow(**row) for row in sweep["rows"]], recorded["roof"], there, label)
+        draw(ax, [AttentionRow(**row) for row in sweep["rows"]], recorded["roof"], there, label)
 fig
 
 # %% [markdown]

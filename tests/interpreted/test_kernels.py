@@ -12,7 +12,7 @@ from triton.language import arange, float32, math
 from triton.language import constexpr as known
 
 from nanoserve.kernels import tlsim
-from tests.interpreted.engines import INTERPRETED, by_both, drawn, quarters
+from tests.interpreted.runtimes import INTERPRETED, by_both, drawn, quarters
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
 ROUGH = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}

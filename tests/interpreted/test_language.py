@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nanoserve.kernels import tlsim
-from tests.interpreted.engines import (
+from tests.interpreted.runtimes import (
     FLOATS,
     INTEGERS,
     INTERPRETED,

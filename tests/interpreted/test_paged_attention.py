@@ -9,7 +9,7 @@ from triton.runtime.jit import JITFunction
 
 from nanoserve.kernels.dispatch import launch, paged_attention_triton
 from nanoserve.kernels.paged_attention import paged_attention_kernel
-from tests.reads import ALL, SMALL, Read, assert_answers, tensors
+from tests.attention_cases import ALL, SMALL, Read, assert_answers, tensors
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -29,7 +29,7 @@ def test_the_kernel(read):
     assert_answers(launch(paged_attention_kernel, *tensors(read, DEVICE), tile=read.tile), read)
 
 
-@of({name: read for name, read in READS.items() if read.seq_q == 1})
+@of({name: read for name, read in READS.items() if read.query_len == 1})
 def test_the_shipped_read(read):
     assert_answers(paged_attention_triton(*tensors(read, DEVICE)), read)
 

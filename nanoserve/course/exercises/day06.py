@@ -145,11 +145,11 @@ def _sdpa(
     square=False,
 ):
     """Attention head by head, with the places where people go wrong as options."""
-    (n_q, seq_q, dim), (n_kv, seq_total) = q.shape[1:], k.shape[1:3]
+    (n_q, query_len, dim), (n_kv, kv_len) = q.shape[1:], k.shape[1:3]
     if scale is None or not own_scale:
         scale = dim**-0.5 if divide is None else divide(dim)
-    edge = 1 + seq_total - seq_q if first_hidden is None else first_hidden
-    hidden = torch.ones(seq_q, seq_q if square else seq_total, dtype=torch.bool).triu(edge)
+    edge = 1 + kv_len - query_len if first_hidden is None else first_hidden
+    hidden = torch.ones(query_len, query_len if square else kv_len, dtype=torch.bool).triu(edge)
     heads = []
     for h in range(n_q):
         g = kv_head(h, n_q // n_kv, n_kv)
@@ -218,8 +218,8 @@ def _upper_left(q, k, v, scale=None):
 
 
 @wrong(
-    "The mask is a square, seq_q by seq_q. It needs a column for every key, seq_total of them, and "
-    "the queries are the last of those positions."
+    "The mask is a square, query_len by query_len. It needs a column for every key, kv_len of "
+    "them, and the queries are the last of those positions."
 )
 def _square_mask(q, k, v, scale=None):
     return _sdpa(q, k, v, scale, first_hidden=1, square=True)
@@ -321,9 +321,9 @@ EXERCISES = (
                 "Which scores must never count? And if there is one query and five keys, at which "
                 "position does that query stand?",
                 "Fill hidden scores with -torch.inf before the softmax. The queries are the last "
-                "seq_q positions: query i is position seq_total - seq_q + i.",
-                "future = torch.ones(seq_q, seq_total, dtype=torch.bool)"
-                ".triu(1 + seq_total - seq_q), then scores.masked_fill(future, -torch.inf).",
+                "query_len positions: query i is position kv_len - query_len + i.",
+                "future = torch.ones(query_len, kv_len, dtype=torch.bool)"
+                ".triu(1 + kv_len - query_len), then scores.masked_fill(future, -torch.inf).",
             ),
             "dtype": (
                 "Which dtype has your result, and which have the weights after the softmax?",

@@ -14,67 +14,67 @@ CONFIG: ModelConfig = replace(TINY, n_q=6, n_kv=2, head_dim=8, num_layers=3)
 # causal_mask -------------------------------------------------------------------------------------
 
 
-def causal_mask(seq_q: int, seq_total: int) -> torch.Tensor:
-    """True where query i may not see key j: bool [seq_q, seq_total]. The queries are the last
-    seq_q of seq_total positions."""
-    return torch.ones(seq_q, seq_total, dtype=torch.bool).triu(1 + seq_total - seq_q)
+def causal_mask(query_len: int, kv_len: int) -> torch.Tensor:
+    """True where query i may not see key j: bool [query_len, kv_len]. The queries are the last
+    query_len of kv_len positions."""
+    return torch.ones(query_len, kv_len, dtype=torch.bool).triu(1 + kv_len - query_len)
 
 
 @wrong(
     "The triangle begins at the top left, as if query 0 stood at position 0. It stands at "
-    "position seq_total - seq_q: the past before it is all visible."
+    "position kv_len - query_len: the past before it is all visible."
 )
-def _top_left(seq_q, seq_total):
-    return torch.ones(seq_q, seq_total, dtype=torch.bool).triu(1)
+def _top_left(query_len, kv_len):
+    return torch.ones(query_len, kv_len, dtype=torch.bool).triu(1)
 
 
-@wrong("A token may see itself. The first hidden key of query i is seq_total - seq_q + i + 1.")
-def _hides_itself(seq_q, seq_total):
-    return torch.ones(seq_q, seq_total, dtype=torch.bool).triu(seq_total - seq_q)
+@wrong("A token may see itself. The first hidden key of query i is kv_len - query_len + i + 1.")
+def _hides_itself(query_len, kv_len):
+    return torch.ones(query_len, kv_len, dtype=torch.bool).triu(kv_len - query_len)
 
 
 @wrong("Each query sees one token too many: the one that it is to predict.")
-def _one_ahead(seq_q, seq_total):
-    return torch.ones(seq_q, seq_total, dtype=torch.bool).triu(2 + seq_total - seq_q)
+def _one_ahead(query_len, kv_len):
+    return torch.ones(query_len, kv_len, dtype=torch.bool).triu(2 + kv_len - query_len)
 
 
 @wrong("Rows and columns have changed places: a row for each query, a column for each key.")
-def _transposed(seq_q, seq_total):
-    return causal_mask(seq_q, seq_total).T
+def _transposed(query_len, kv_len):
+    return causal_mask(query_len, kv_len).T
 
 
 @wrong("It is True where a query may look. Here True means hidden, as `masked_fill` wants it.")
-def _inverted(seq_q, seq_total):
-    return ~causal_mask(seq_q, seq_total)
+def _inverted(query_len, kv_len):
+    return ~causal_mask(query_len, kv_len)
 
 
 @wrong(
-    "It has a row for every position of the text. Only the last seq_q positions ask something in "
+    "It has a row for every position of the text. Only the last query_len positions are queries in "
     "this step."
 )
-def _all_rows(seq_q, seq_total):
-    return causal_mask(seq_total, seq_total)
+def _all_rows(query_len, kv_len):
+    return causal_mask(kv_len, kv_len)
 
 
 @wrong(
-    "It has a column for the new tokens only. The remembered keys are looked at too: seq_total "
+    "It has a column for the new tokens only. The remembered keys are looked at too: kv_len "
     "columns."
 )
-def _new_columns(seq_q, seq_total):
-    return causal_mask(seq_q, seq_q)
+def _new_columns(query_len, kv_len):
+    return causal_mask(query_len, query_len)
 
 
 @wrong(
     "Nothing is hidden. That is right for a single query, but in a chunk of several the first "
     "would see the next."
 )
-def _nothing(seq_q, seq_total):
-    return torch.zeros(seq_q, seq_total, dtype=torch.bool)
+def _nothing(query_len, kv_len):
+    return torch.zeros(query_len, kv_len, dtype=torch.bool)
 
 
 @wrong("It holds numbers to be added to the scores. Wanted is True or False: dtype torch.bool.")
-def _numbers(seq_q, seq_total):
-    return torch.zeros(seq_q, seq_total).masked_fill(causal_mask(seq_q, seq_total), -torch.inf)
+def _numbers(query_len, kv_len):
+    return torch.zeros(query_len, kv_len).masked_fill(causal_mask(query_len, kv_len), -torch.inf)
 
 
 def _mask_cases() -> list[Case]:
@@ -95,13 +95,15 @@ CAUSAL_MASK = Exercise(
             "With nothing before it, this is Day 6's mask: True strictly above the diagonal.",
             "`torch.ones(rows, columns, dtype=torch.bool)` is all True; `.triu(n)` keeps what "
             "stands at least n places right of the diagonal.",
-            "For seq_q == seq_total it is torch.ones(seq_q, seq_q, dtype=torch.bool).triu(1).",
+            "For query_len == kv_len it is "
+            "torch.ones(query_len, query_len, dtype=torch.bool).triu(1).",
         ),
         "past": (
-            "At which position of the text does query 0 stand, when the last seq_q positions ask?",
-            "At seq_total - seq_q. So query i sees keys 0 to seq_total - seq_q + i, and the "
+            "At which position of the text is query 0, when the queries are the last query_len "
+            "positions?",
+            "At kv_len - query_len. So query i sees keys 0 to kv_len - query_len + i, and the "
             "triangle moves right by as much.",
-            "torch.ones(seq_q, seq_total, dtype=torch.bool).triu(1 + seq_total - seq_q)",
+            "torch.ones(query_len, kv_len, dtype=torch.bool).triu(1 + kv_len - query_len)",
         ),
     },
     solution=causal_mask,
@@ -341,7 +343,7 @@ APPEND = Exercise(
             "return self._k[layer : layer + 1, :, :end] and the same of self._v",
         ),
         "batch": (
-            "k is [1, n_kv, seq_q, head_dim]. What if the first size is 2?",
+            "k is [1, n_kv, query_len, head_dim]. What if the first size is 2?",
             "One cache is one sequence, so that is a mistake of the caller. Say so before you "
             "write anything.",
             'if k.shape[0] != 1: raise ValueError(f"a cache holds one sequence, got a batch of '

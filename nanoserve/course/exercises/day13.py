@@ -14,45 +14,45 @@ from nanoserve.weights import expected_shapes
 # keys_of_a_tile ----------------------------------------------------------------------------------
 
 
-def keys_of_a_tile(start: int, tile: int, seq_q: int, seq_total: int) -> int:
+def keys_of_a_tile(start: int, tile: int, query_len: int, kv_len: int) -> int:
     """How many keys, counted from key 0, the queries start to start + tile may see between them.
 
-    The queries are the last seq_q of seq_total positions; the last tile may be short.
+    The queries are the last query_len of kv_len positions; the last tile may be short.
     """
-    return seq_total - seq_q + min(start + tile, seq_q)
+    return kv_len - query_len + min(start + tile, query_len)
 
 
-@wrong("The past is forgotten: query 0 stands at position seq_total - seq_q, not at 0.")
-def _no_past(start, tile, seq_q, seq_total):
-    return min(start + tile, seq_q)
+@wrong("The past is forgotten: query 0 stands at position kv_len - query_len, not at 0.")
+def _no_past(start, tile, query_len, kv_len):
+    return min(start + tile, query_len)
 
 
 @wrong("All keys are counted. That is right for the last tile; the others need not go so far.")
-def _all_keys(start, tile, seq_q, seq_total):
-    return seq_total
+def _all_keys(start, tile, query_len, kv_len):
+    return kv_len
 
 
 @wrong(
     "The last tile is taken for a full one, so there are more keys than the text has positions. "
-    "It ends at seq_q."
+    "It ends at query_len."
 )
-def _past_the_end(start, tile, seq_q, seq_total):
-    return seq_total - seq_q + start + tile
+def _past_the_end(start, tile, query_len, kv_len):
+    return kv_len - query_len + start + tile
 
 
 @wrong("It stops at the tile's first query. The last one of the tile sees furthest.")
-def _first_query(start, tile, seq_q, seq_total):
-    return seq_total - seq_q + start + 1
+def _first_query(start, tile, query_len, kv_len):
+    return kv_len - query_len + start + 1
 
 
 @wrong("One key too few: the last query of the tile sees its own key too.")
-def _without_itself(start, tile, seq_q, seq_total):
-    return keys_of_a_tile(start, tile, seq_q, seq_total) - 1
+def _without_itself(start, tile, query_len, kv_len):
+    return keys_of_a_tile(start, tile, query_len, kv_len) - 1
 
 
 @wrong("Only the tile's own keys are counted. It looks at everything before it as well.")
-def _own_keys(start, tile, seq_q, seq_total):
-    return min(start + tile, seq_q) - start
+def _own_keys(start, tile, query_len, kv_len):
+    return min(start + tile, query_len) - start
 
 
 def _tile_cases() -> list[Case]:
@@ -77,13 +77,13 @@ KEYS_OF_A_TILE = Exercise(
         ),
         "past": (
             "At which position of the text does query 0 stand?",
-            "At seq_total - seq_q: so many keys were remembered, and every query sees them.",
-            "seq_total - seq_q + start + tile, for a full tile.",
+            "At kv_len - query_len: so many keys were remembered, and every query sees them.",
+            "kv_len - query_len + start + tile, for a full tile.",
         ),
         "short": (
             "Where does the last tile end when the queries do not divide evenly?",
-            "At seq_q: a tile ends at start + tile or at seq_q, whichever comes first.",
-            "seq_total - seq_q + min(start + tile, seq_q)",
+            "At query_len: a tile ends at start + tile or at query_len, whichever comes first.",
+            "kv_len - query_len + min(start + tile, query_len)",
         ),
     },
     solution=keys_of_a_tile,
@@ -225,7 +225,7 @@ REVIEW = (
     ),
     (
         "Day 11. In decode there is one query and no mask is needed. When is the mask a rectangle?",
-        "When a chunk of several tokens meets a history: query i sees seq_total - seq_q + i + 1 "
+        "When a chunk of several tokens meets a history: query i sees kv_len - query_len + i + 1 "
         "keys.",
     ),
     (

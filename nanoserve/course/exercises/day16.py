@@ -169,8 +169,8 @@ def _whole_history(self, layer, k, v):
 
 
 @wrong(
-    "Heads and tokens are mixed up: reshape keeps the order of the numbers. k[0] is [n_kv, seq_q, "
-    "head_dim] and a slot holds [n_kv, head_dim], so transpose the first two axes."
+    "Heads and tokens are mixed up: reshape keeps the order of the numbers. k[0] is "
+    "[n_kv, query_len, head_dim] and a slot holds [n_kv, head_dim]: transpose the first two axes."
 )
 def _reshaped(self, layer, k, v):
     def put(pool, slots, k):
@@ -302,7 +302,7 @@ WRITE = Exercise(
             "Three things are needed: where the history ends after this step, the slots of the "
             "new positions, and the new keys with one row for each of those slots.",
             "After self._map(end), position p lies in slot self._slots[p]. A row of the pool is "
-            "[n_kv, head_dim], and k[0] is [n_kv, seq_q, head_dim]: transpose(0, 1).",
+            "[n_kv, head_dim], and k[0] is [n_kv, query_len, head_dim]: transpose(0, 1).",
             "new = self._slots[self.seq_len : end], then "
             "self.pool.k[layer].index_copy_(0, new, k[0].transpose(0, 1)), and the same for v.",
         ),
@@ -325,7 +325,7 @@ WRITE = Exercise(
             "Order: refuse a batch, end = ..., self._map(end), write, move seq_len, return.",
         ),
         "batch": (
-            "k is [1, n_kv, seq_q, head_dim]. What if the first size is 2?",
+            "k is [1, n_kv, query_len, head_dim]. What if the first size is 2?",
             "One cache is one sequence, so that is a mistake of the caller. Say so before you "
             "write anything.",
             'if k.shape[0] != 1: raise ValueError(f"a cache holds one sequence, got a batch of '

@@ -8,18 +8,18 @@ from nanoserve.layers import sdpa
 N_Q, N_KV, HEAD_DIM, NUM_SLOTS, BLOCK = 6, 2, 8, 40, 4
 
 
-def slots_of(blocks: list[int], seq_total: int) -> torch.Tensor:
-    """The slot mapping of seq_total tokens that lie in these blocks of 4 slots."""
+def slots_of(blocks: list[int], kv_len: int) -> torch.Tensor:
+    """The slot mapping of kv_len tokens that lie in these blocks of 4 slots."""
     slots = [block * BLOCK + offset for block in blocks for offset in range(BLOCK)]
-    return torch.tensor(slots[:seq_total])
+    return torch.tensor(slots[:kv_len])
 
 
 def a_read(
-    seq_q: int, slots: torch.Tensor, n_q: int = N_Q, n_kv: int = N_KV, poison: bool = False
+    query_len: int, slots: torch.Tensor, n_q: int = N_Q, n_kv: int = N_KV, poison: bool = False
 ) -> tuple:
     """(q, k_pool, v_pool, slot_mapping, n_rep), at random; NaN outside the history on request."""
     random = torch.Generator().manual_seed(18 + len(slots))
-    q = torch.randn(1, n_q, seq_q, HEAD_DIM, generator=random)
+    q = torch.randn(1, n_q, query_len, HEAD_DIM, generator=random)
     k_pool, v_pool = torch.randn(2, NUM_SLOTS, n_kv, HEAD_DIM, generator=random)
     if poison:
         outside = torch.ones(NUM_SLOTS, dtype=torch.bool)
@@ -54,15 +54,15 @@ def _right(
     q, k_pool, v_pool, slots, n_rep, scale=None, *, band=0, heads=None, gather=None, refuse=True
 ):
     """The right answer with one thing changed, its sum written out."""
-    n_q, n_kv, (seq_q, head_dim) = q.shape[1], k_pool.shape[1], q.shape[2:]
+    n_q, n_kv, (query_len, head_dim) = q.shape[1], k_pool.shape[1], q.shape[2:]
     if refuse and n_q != n_kv * n_rep:
         raise ValueError(f"n_rep {n_rep} does not fit {n_q} query heads and {n_kv} KV heads")
     scale = head_dim**-0.5 if scale is None else scale
-    gather = gather or (lambda pool: pool[slots].transpose(0, 1))  # [n_kv, seq_total, head_dim]
+    gather = gather or (lambda pool: pool[slots].transpose(0, 1))  # [n_kv, kv_len, head_dim]
     group = torch.arange(n_q) // (n_q // n_kv) if heads is None else heads(n_q, n_kv)
     k, v = gather(k_pool)[group], gather(v_pool)[group]
     scores = q[0] @ k.mT * scale
-    hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1 + k.shape[1] - seq_q + band)
+    hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1 + k.shape[1] - query_len + band)
     return (scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v)[None]
 
 
@@ -119,7 +119,7 @@ def _stale_block(q, k_pool, v_pool, slots, n_rep, scale=None):
 
 
 @wrong(
-    "The transpose is forgotten: pool[slots] is [seq_total, n_kv, head_dim], and a view of another "
+    "The transpose is forgotten: pool[slots] is [kv_len, n_kv, head_dim], and a view of another "
     "shape mixes tokens with heads. Swap the two axes."
 )
 def _no_transpose(q, k_pool, v_pool, slots, n_rep, scale=None):
@@ -131,7 +131,7 @@ def _no_transpose(q, k_pool, v_pool, slots, n_rep, scale=None):
 
 @wrong(
     "The causal band is shifted by one: each query sees the token after its own. Query i sees "
-    "positions 0 to seq_total - seq_q + i."
+    "positions 0 to kv_len - query_len + i."
 )
 def _band_ahead(q, k_pool, v_pool, slots, n_rep, scale=None):
     return _right(q, k_pool, v_pool, slots, n_rep, scale, band=1)
@@ -139,7 +139,7 @@ def _band_ahead(q, k_pool, v_pool, slots, n_rep, scale=None):
 
 @wrong(
     "The causal band begins at the top left, as if the queries were the first positions. They are "
-    "the last seq_q: query 0 stands at seq_total - seq_q."
+    "the last query_len: query 0 stands at kv_len - query_len."
 )
 def _top_left(q, k_pool, v_pool, slots, n_rep, scale=None):
     return _right(q, k_pool, v_pool, slots, n_rep, scale, band=q.shape[2] - len(slots))
@@ -178,14 +178,14 @@ def _keys_as_values(q, k_pool, v_pool, slots, n_rep, scale=None):
 
 
 @wrong(
-    "The right numbers, laid out as [1, seq_q, n_q, head_dim]. Heads come first: "
-    "[1, n_q, seq_q, head_dim]."
+    "The right numbers, laid out as [1, query_len, n_q, head_dim]. Heads come first: "
+    "[1, n_q, query_len, head_dim]."
 )
 def _heads_last(q, k_pool, v_pool, slots, n_rep, scale=None):
     return _right(q, k_pool, v_pool, slots, n_rep, scale).transpose(1, 2)
 
 
-@wrong("The axis of the one sequence is missing: give back [1, n_q, seq_q, head_dim].")
+@wrong("The axis of the one sequence is missing: give back [1, n_q, query_len, head_dim].")
 def _no_batch(q, k_pool, v_pool, slots, n_rep, scale=None):
     return _right(q, k_pool, v_pool, slots, n_rep, scale)[0]
 
@@ -199,7 +199,7 @@ def _not_refused(q, k_pool, v_pool, slots, n_rep, scale=None):
 
 
 def contiguous(pool: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """The history copied out token by token: [num_slots, n_kv, d] -> [1, n_kv, seq_total, d]."""
+    """The history copied out token by token: [num_slots, n_kv, d] -> [1, n_kv, kv_len, d]."""
     return torch.stack([pool[int(slot)] for slot in slots], dim=1)[None].contiguous()
 
 
@@ -214,16 +214,16 @@ REFERENCE = Exercise(
     hints={
         "gather": (
             "Which rows of the pool are this sequence's, and in which order?",
-            "Index the pool with the mapping: pool[slot_mapping] is [seq_total, n_kv, head_dim], "
+            "Index the pool with the mapping: pool[slot_mapping] is [kv_len, n_kv, head_dim], "
             "oldest first. sdpa wants heads before tokens, and a batch axis in front.",
             "k = k_pool[slot_mapping].transpose(0, 1).contiguous()[None], the same for v, then "
             "return sdpa(q, k, v, scale)",
         ),
         "band": (
             "Does each query see exactly what came before it, and itself?",
-            "The queries are the last seq_q of seq_total positions. sdpa has this mask inside: it "
-            "needs q with seq_q and k, v with seq_total tokens, and nothing from you.",
-            "return sdpa(q, k, v, scale), with k and v [1, n_kv, seq_total, head_dim]",
+            "The queries are the last query_len of kv_len positions. sdpa has this mask inside: it "
+            "needs q with query_len and k, v with kv_len tokens, and nothing from you.",
+            "return sdpa(q, k, v, scale), with k and v [1, n_kv, kv_len, head_dim]",
         ),
         "heads": (
             "Which KV head does query head h read?",

@@ -276,7 +276,7 @@ GQA_ATTENTION = Exercise(
         ),
         "back": (
             "What does paged_attention give back, and what comes after attention?",
-            "[1, n_q, seq_q, head_dim], as sdpa does. The last line of the function takes it.",
+            "[1, n_q, query_len, head_dim], as sdpa does. The last line of the function takes it.",
             "out = cache.paged_attention(...), and leave the last line as it is.",
         ),
     },

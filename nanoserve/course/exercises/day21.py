@@ -190,14 +190,14 @@ def memory(
     return pool, mapping, out
 
 
-def launch(kernel, pool, mapping, out, seq_total: int, tile: int) -> torch.Tensor:
+def launch(kernel, pool, mapping, out, kv_len: int, tile: int) -> torch.Tensor:
     """Run a gather: one program per tile of positions and KV head."""
     _, n_kv, head_dim = pool.shape
-    tlsim.jit(kernel)[(tlsim.cdiv(seq_total, tile), n_kv)](
+    tlsim.jit(kernel)[(tlsim.cdiv(kv_len, tile), n_kv)](
         pool,
         mapping,
         out,
-        seq_total,
+        kv_len,
         pool.stride(0),
         pool.stride(1),
         out.stride(0),
@@ -219,14 +219,14 @@ SLOTS = [20, 21, 22, 23, 8, 9, 10, 11, 28, 29, 30, 31, 4]  # blocks 5, 2, 7 and 
 
 
 def _gathered(
-    answer, tile: int, seq_total: int, n_kv: int, head_dim: int, slots=SLOTS, **more
+    answer, tile: int, kv_len: int, n_kv: int, head_dim: int, slots=SLOTS, **more
 ) -> torch.Tensor:
     """The output of an answer's kernel, in lockstep unless `order` says otherwise."""
     code = getattr(getattr(answer, "fn", answer), "__code__", None)
     if "NotImplementedError" in getattr(code, "co_names", ()):
         raise NotImplementedError  # a stub: Triton has no raise, and so it could not be compiled
     order, poison = more.pop("order", "lockstep"), more.pop("poison", False)
-    pool, mapping, out = memory(n_kv, head_dim, slots[:seq_total], **more)
+    pool, mapping, out = memory(n_kv, head_dim, slots[:kv_len], **more)
     if poison:
         nobody = torch.ones(len(pool), dtype=torch.bool)
         nobody[mapping] = False
@@ -234,7 +234,7 @@ def _gathered(
         pool[nobody] = torch.nan
     with tlsim.options(order=order, poison=poison):
         try:
-            return launch(answer, pool, mapping, out, seq_total, tile)
+            return launch(answer, pool, mapping, out, kv_len, tile)
         except tlsim.KernelError as error:
             said, _, line = str(error).partition("\n")
             told = [advice for words, advice in ADVICE.items() if words in said]
@@ -268,9 +268,9 @@ def _gather_cases() -> list[Case]:
 
 def paged_gather(
     pool_ptr,  # [num_slots, n_kv, head_dim]
-    slot_ptr,  # [seq_total]
-    out_ptr,  # [seq_total, n_kv, head_dim]
-    seq_total,
+    slot_ptr,  # [kv_len]
+    out_ptr,  # [kv_len, n_kv, head_dim]
+    kv_len,
     pool_slot,  # strides, in elements; head_dim's are 1
     pool_head,
     out_row,
@@ -282,7 +282,7 @@ def paged_gather(
     """One program copies one KV head's rows of one tile of positions."""
     head = tl.program_id(1)
     position = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    held = position < seq_total
+    held = position < kv_len
     slot = tl.load(slot_ptr + position, mask=held, other=0).to(tl.int64)
     dim = tl.arange(0, BLOCK_D)
     mask = held[:, None] & (dim < HEAD_DIM)[None, :]
@@ -310,7 +310,7 @@ def _planted(why: str, *changes: tuple[str, str]) -> Wrong:
     return Wrong(tlsim.jit(planted(paged_gather, *changes)), why)
 
 
-_HELD = "held = position < seq_total"
+_HELD = "held = position < kv_len"
 _ROWS = "mask = held[:, None] & (dim < HEAD_DIM)[None, :]"
 _STORED = "rows, mask=mask)"
 _FROM = "row = slot * pool_slot + head * pool_head"
@@ -344,7 +344,7 @@ GATHER = Exercise(
         ),
         "tail": (
             "Some lanes of the last tile are no positions. Which, and what must they not do?",
-            "held = position < seq_total. It belongs into all three: the load of the slots, the "
+            "held = position < kv_len. It belongs into all three: the load of the slots, the "
             "load of the rows, the store.",
             "mask = held[:, None] & (dim < HEAD_DIM)[None, :], and slot = tl.load(slot_ptr + "
             "position, mask=held, other=0)",
@@ -378,12 +378,12 @@ GATHER = Exercise(
     wrong=(
         _planted(
             "The tail is not masked: the last tile has lanes for positions that are not there. "
-            "They need mask=, made from position < seq_total.",
+            "They need mask=, made from position < kv_len.",
             (_HELD, "held = position >= 0"),
         ),
         _planted(
-            "One position too many: seq_total positions are 0 to seq_total - 1. It is <, not <=.",
-            (_HELD, "held = position <= seq_total"),
+            "One position too many: kv_len positions are 0 to kv_len - 1. It is <, not <=.",
+            (_HELD, "held = position <= kv_len"),
         ),
         _planted(
             "A slot is the number of a row, and a pointer counts elements. Multiply by the "

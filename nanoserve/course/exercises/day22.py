@@ -335,13 +335,13 @@ def _launched(answer, q, k_pool, v_pool, slots, n_rep, tile, gap=0, **options):
 
 
 def a_read(
-    seq_q: int, seq_total: int, n_q: int = 6, n_kv: int = 2, head_dim: int = 8, num_slots: int = 50
+    query_len: int, kv_len: int, n_q: int = 6, n_kv: int = 2, head_dim: int = 8, num_slots: int = 50
 ) -> tuple:
     """(q, k_pool, v_pool, slot_mapping, n_rep), at random; the last slot is always in use."""
-    random = torch.Generator().manual_seed(seq_q + seq_total)
-    q = torch.randn(1, n_q, seq_q, head_dim, generator=random)
+    random = torch.Generator().manual_seed(query_len + kv_len)
+    q = torch.randn(1, n_q, query_len, head_dim, generator=random)
     k_pool, v_pool = torch.randn(2, num_slots, n_kv, head_dim, generator=random)
-    slots = torch.randperm(num_slots - 1, generator=random)[: seq_total - 1]
+    slots = torch.randperm(num_slots - 1, generator=random)[: kv_len - 1]
     return q, k_pool, v_pool, torch.cat([torch.tensor([num_slots - 1]), slots]), n_q // n_kv
 
 
@@ -396,7 +396,7 @@ def _kernel_but(why: str, *edits: tuple[str, str]) -> Wrong:
 _KERNEL_WRONG = (
     _kernel_but(
         "The tail mask is forgotten where the slots are loaded: the last tile is ragged, and "
-        "behind the last position lies somebody else's memory. mask=position < seq_total.",
+        "behind the last position lies somebody else's memory. mask=position < kv_len.",
         ("position, mask=held, other=0)", "position)"),
     ),
     _kernel_but(
@@ -426,7 +426,7 @@ _KERNEL_WRONG = (
     _kernel_but(
         "The query does not see itself: position p sees p + 1 keys, 0 to p. The very first query "
         "would see none, and divide 0 by 0.",
-        ("seq_q + query + 1", "seq_q + query"),
+        ("query_len + query + 1", "query_len + query"),
     ),
     _kernel_but(
         "m starts at a number. Where all scores are far below it, every exp(score - m) is 0, and "
@@ -439,13 +439,13 @@ _KERNEL_WRONG = (
     ),
     _kernel_but(
         "visible = query + 1 is a prefill from empty. In a decode query 0 is the last token: "
-        "seq_total - seq_q + query + 1.",
-        ("seq_total - seq_q + query + 1", "query + 1"),
+        "kv_len - query_len + query + 1.",
+        ("kv_len - query_len + query + 1", "query + 1"),
     ),
     _kernel_but(
-        "visible = seq_total lets every query see every key, those after it too. Only the last one "
-        "sees all: seq_total - seq_q + query + 1.",
-        ("seq_total - seq_q + query + 1", "seq_total"),
+        "visible = kv_len lets every query see every key, those after it too. Only the last one "
+        "sees all: kv_len - query_len + query + 1.",
+        ("kv_len - query_len + query + 1", "kv_len"),
     ),
     _kernel_but(
         "The loop counts tiles, and start is used as the position of a key, so the tiles overlap. "
@@ -569,7 +569,7 @@ KERNEL = Exercise(
             "one before, from a key's position to its score?",
             "position, then its slot, then k and v [TILE, BLOCK_D], then one score for each key. "
             "Row `slot` of this head begins at slot * k_slot + kv_head * k_head; with [:, None] it "
-            "stands up, and dim[None, :] goes along it. With one query, visible is seq_total.",
+            "stands up, and dim[None, :] goes along it. With one query, visible is kv_len.",
             "k = tl.load(k_ptr + (slot * k_slot + kv_head * k_head)[:, None] + dim[None, :], mask, "
             "0.0); score = tl.sum(q[None, :] * k.to(tl.float32), axis=1)",
         ),
@@ -585,16 +585,16 @@ KERNEL = Exercise(
         "tail": (
             "The last tile reaches behind the last key. What do those lanes load, and what do they "
             "weigh?",
-            "Three places: held = position < seq_total masks the load of the slots; held and "
+            "Three places: held = position < kv_len masks the load of the slots; held and "
             "in_head together mask the keys and values; and the score of a lane that is not "
             "position < visible becomes -inf, so that its exp is 0.",
             'score = tl.where(position < visible, score, float("-inf")), and every load with a '
             "mask and other=0",
         ),
         "band": (
-            "How far does query number `query` see? The last one sees all seq_total keys.",
-            "It sees visible = seq_total - seq_q + query + 1 keys, its own the last. The loop ends "
-            "there, and in the last tile the lanes behind it get -inf.",
+            "How far does query number `query` see? The last one sees all kv_len keys.",
+            "It sees visible = kv_len - query_len + query + 1 keys, its own the last. The loop "
+            "ends there, and in the last tile the lanes behind it get -inf.",
             "for start in range(0, visible, TILE): position = start + tl.arange(0, TILE); ... "
             'score = tl.where(position < visible, score, float("-inf"))',
         ),

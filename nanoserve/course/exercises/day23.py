@@ -37,9 +37,9 @@ def _zeros(*shape: int, **kwargs) -> torch.Tensor:
     return torch.zeros(shape, **kwargs)
 
 
-def _plain(seq_q: int, **kwargs) -> tuple[torch.Tensor, ...]:
+def _plain(query_len: int, **kwargs) -> tuple[torch.Tensor, ...]:
     """(q, k_pool, v_pool, out), each contiguous."""
-    q = _zeros(1, N_Q, seq_q, HEAD_DIM, **kwargs)
+    q = _zeros(1, N_Q, query_len, HEAD_DIM, **kwargs)
     k_pool, v_pool = _zeros(2, NUM_SLOTS, N_KV, HEAD_DIM, **kwargs)
     return q, k_pool, v_pool, torch.zeros_like(q)
 
@@ -136,13 +136,13 @@ def _grid_of_channels(q, k_pool, v_pool, out):
     "shape of a tensor and the strides of another: ask tensor.stride()."
 )
 def _from_shapes(q, k_pool, v_pool, out):
-    seq_q, d, n_kv = q.shape[2], q.shape[3], k_pool.shape[1]
-    head, slot = (seq_q * d, d), (n_kv * d, d)
+    query_len, d, n_kv = q.shape[2], q.shape[3], k_pool.shape[1]
+    head, slot = (query_len * d, d), (n_kv * d, d)
     return _changed(q, k_pool, v_pool, out, q=head, k=slot, v=slot, out=head)
 
 
 @wrong(
-    "Those are q's strides along its batch and head axes. q is [1, n_q, seq_q, head_dim]: the "
+    "Those are q's strides along its batch and head axes. q is [1, n_q, query_len, head_dim]: the "
     "kernel moves along axes 1 and 2."
 )
 def _axes_0_and_1(q, k_pool, v_pool, out):
@@ -225,7 +225,7 @@ LAUNCH = Exercise(
         "grid": (
             "How many programs does the kernel want, and which axis of the grid is which?",
             "Read its first two lines: program_id(0) is the query, program_id(1) the query head. "
-            "q is [1, n_q, seq_q, head_dim].",
+            "q is [1, n_q, query_len, head_dim].",
             "grid = (q.shape[2], q.shape[1])",
         ),
         "strides": (

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import torch
 
-from nanoserve.bench.read import scattered_cache
-from nanoserve.bench.runner import read_paths
+from nanoserve.bench.attention import scattered_cache
+from nanoserve.bench.runner import attention_paths
 from nanoserve.cache import PagedKVCache
 from nanoserve.course.exercise import Case, Exercise, wrong
 from nanoserve.course.exercises.day01 import TINY
@@ -57,7 +57,7 @@ def _outcome(answer, look: str):
             found[name] = [bool(x[layer, empty].any()) for x in (cache.pool.k, cache.pool.v)]
         return found
     if look != "reference":  # the others find the step written, whatever the answer's own writes
-        read_paths(cache, step, CONFIG.n_rep)["reference"](2)
+        attention_paths(cache, step, CONFIG.n_rep)["reference"](2)
     return paths[look](2)
 
 
@@ -85,7 +85,7 @@ def _put(paths, **others):
     "left out. The path is what the engine runs: cache.paged_attention."
 )
 def _past_the_cache(cache, step, n_rep):
-    paths = read_paths(cache, step, n_rep)
+    paths = attention_paths(cache, step, n_rep)
     slots = torch.tensor([cache.table.slot(p) for p in range(cache.seq_len + 1)])
 
     def dispatched(layer):
@@ -99,7 +99,7 @@ def _past_the_cache(cache, step, n_rep):
 
 @wrong("The layer is fixed when the path is made. Each call names the layer that it reads.")
 def _one_layer(cache, step, n_rep):
-    paths = read_paths(cache, step, n_rep)
+    paths = attention_paths(cache, step, n_rep)
     return {name: lambda layer, read=read: read(0) for name, read in paths.items()}
 
 
@@ -108,7 +108,7 @@ def _one_layer(cache, step, n_rep):
     "stands at the end."
 )
 def _late_binding(cache, step, n_rep):
-    last = read_paths(cache, step, n_rep)["reference"]
+    last = attention_paths(cache, step, n_rep)["reference"]
     return dict.fromkeys(NAMES, last)
 
 
@@ -117,7 +117,7 @@ def _late_binding(cache, step, n_rep):
     "first. A path that leans on its neighbour is no check of it."
 )
 def _reference_does_not_write(cache, step, n_rep):
-    paths = read_paths(cache, step, n_rep)
+    paths = attention_paths(cache, step, n_rep)
     slots = torch.tensor([cache.table.slot(p) for p in range(cache.seq_len + 1)])
 
     def reference(layer):
@@ -134,7 +134,7 @@ def _reference_does_not_write(cache, step, n_rep):
 def _never_grown(cache, step, n_rep):
     cache.table.grow(1)
     torch.tensor([cache.table.slot(p) for p in range(cache.seq_len + 1)])
-    return read_paths(cache, step, n_rep)
+    return attention_paths(cache, step, n_rep)
 
 
 @wrong(
@@ -142,7 +142,7 @@ def _never_grown(cache, step, n_rep):
     "cache's, and that is one of the things that the reference judges."
 )
 def _written_by_the_cache(cache, step, n_rep):
-    paths = read_paths(cache, step, n_rep)
+    paths = attention_paths(cache, step, n_rep)
     slots = torch.tensor([cache.table.slot(p) for p in range(cache.seq_len + 1)])
 
     def reference(layer):
@@ -158,7 +158,7 @@ def _written_by_the_cache(cache, step, n_rep):
     "first: transpose its first two axes."
 )
 def _rows_by_head(cache, step, n_rep):
-    paths = read_paths(cache, step, n_rep)
+    paths = attention_paths(cache, step, n_rep)
     slots = torch.tensor([cache.table.slot(p) for p in range(cache.seq_len + 1)])
 
     def reference(layer):
@@ -173,7 +173,7 @@ def _rows_by_head(cache, step, n_rep):
     "lie where its block table says."
 )
 def _first_slots(cache, step, n_rep):
-    paths = read_paths(cache, step, n_rep)
+    paths = attention_paths(cache, step, n_rep)
     slots = torch.arange(cache.seq_len + 1)
 
     def reference(layer):
@@ -189,7 +189,7 @@ def _first_slots(cache, step, n_rep):
     "not in cache.seq_len yet."
 )
 def _one_short(cache, step, n_rep):
-    paths = read_paths(cache, step, n_rep)
+    paths = attention_paths(cache, step, n_rep)
     slots = torch.tensor([cache.table.slot(p) for p in range(cache.seq_len)])
 
     def reference(layer):
@@ -205,13 +205,13 @@ def _one_short(cache, step, n_rep):
     "paged_attention_reference."
 )
 def _judges_itself(cache, step, n_rep):
-    paths = read_paths(cache, step, n_rep)
+    paths = attention_paths(cache, step, n_rep)
     return _put(paths, reference=paths["dispatched"])
 
 
 @wrong("gather is the cache's fused read under another name: gather is cache.append, then sdpa.")
 def _gather_is_fused(cache, step, n_rep):
-    paths = read_paths(cache, step, n_rep)
+    paths = attention_paths(cache, step, n_rep)
     return _put(paths, gather=paths["dispatched"])
 
 
@@ -220,7 +220,7 @@ def _keys_for_values(cache, step, n_rep):
     def gather(layer):
         return sdpa(step["q"], *cache.append(layer, step["k"], step["v"])[::-1])
 
-    return _put(read_paths(cache, step, n_rep), gather=gather)
+    return _put(attention_paths(cache, step, n_rep), gather=gather)
 
 
 @wrong(
@@ -230,7 +230,7 @@ def _only_gathers(cache, step, n_rep):
     def gather(layer):
         return cache.append(layer, step["k"], step["v"])[0]
 
-    return _put(read_paths(cache, step, n_rep), gather=gather)
+    return _put(attention_paths(cache, step, n_rep), gather=gather)
 
 
 def _cases() -> list[Case]:
@@ -255,7 +255,7 @@ def _cases() -> list[Case]:
 
 
 READ_PATHS = Exercise(
-    "read_paths",
+    "attention_paths",
     _cases,
     hints={
         "wire": (
@@ -284,7 +284,7 @@ READ_PATHS = Exercise(
             "cache.pool.k[layer].index_copy_(0, mapping[-1:], k[0].transpose(0, 1)), and v alike.",
         ),
     },
-    target="nanoserve.bench.runner:read_paths",
+    target="nanoserve.bench.runner:attention_paths",
     wrong=(
         _past_the_cache, _one_layer, _late_binding, _reference_does_not_write, _never_grown,
         _written_by_the_cache, _rows_by_head, _first_slots, _one_short,

@@ -15,23 +15,23 @@ class Read:
     n_q: int = 6
     n_kv: int = 2
     head_dim: int = 8
-    seq_q: int = 1
-    seq_total: int = 37
+    query_len: int = 1
+    kv_len: int = 37
     tile: int = 32
     dtype: torch.dtype = torch.float32
     scale: float | None = None
     integer: torch.dtype = torch.int64  # of the slot mapping
-    q_transposed: bool = False  # [1, seq_q, n_q, head_dim] in memory, as a model has it
+    q_transposed: bool = False  # [1, query_len, n_q, head_dim] in memory, as a model has it
     pools_strided: bool = False  # in other tensors' middle, and v's heads before its slots
     drift: float = 0.0  # scores rise by this much from the oldest key to the newest
 
     def __str__(self) -> str:
-        kind = f"{self.n_q}/{self.n_kv} heads of {self.head_dim}, {self.seq_q} of {self.seq_total}"
+        kind = f"{self.n_q}/{self.n_kv} heads of {self.head_dim}, {self.query_len} of {self.kv_len}"
         return f"{kind}, {str(self.dtype)[6:]}, tile {self.tile}"
 
 
 EVERYTHING = {"scale": 0.5, "integer": torch.int32, "q_transposed": True, "pools_strided": True}
-STEPS = {"decode": (1, 37), "prefill": (37, 37), "continuation": (5, 37)}  # seq_q, seq_total
+STEPS = {"decode": (1, 37), "prefill": (37, 37), "continuation": (5, 37)}  # query_len, kv_len
 SHAPES = {
     f"{step}, {n_q}/{n_kv} heads of {head_dim}": Read(n_q, n_kv, head_dim, *positions)
     for n_q, n_kv in [(6, 2), (9, 3), (4, 1), (3, 3)]  # GQA, GQA, MQA, MHA
@@ -89,7 +89,7 @@ SMALL = {
         "4/1 heads": {"n_q": 4, "n_kv": 1},
         "3/3 heads": {"n_q": 3, "n_kv": 3},
         "one tile": {"tile": 64},
-        "no key past the tile": {"seq_total": 32},
+        "no key past the tile": {"kv_len": 32},
         "scores rising": {"drift": 240.0},
         "scores falling": {"drift": -240.0},
         "float16": {"dtype": torch.float16},
@@ -105,13 +105,13 @@ SMALL = {
 
 @cache
 def history(read: Read) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q [1, n_q, seq_q, head_dim]; k and v [seq_total, n_kv, head_dim], oldest position first."""
-    random = torch.Generator().manual_seed(read.seq_total)
-    q = torch.randn(1, read.n_q, read.seq_q, read.head_dim, generator=random)
-    k, v = torch.randn(2, read.seq_total, read.n_kv, read.head_dim, generator=random)
+    """q [1, n_q, query_len, head_dim]; k and v [kv_len, n_kv, head_dim], oldest position first."""
+    random = torch.Generator().manual_seed(read.kv_len)
+    q = torch.randn(1, read.n_q, read.query_len, read.head_dim, generator=random)
+    k, v = torch.randn(2, read.kv_len, read.n_kv, read.head_dim, generator=random)
     if read.drift:  # the same direction, of length 1, in all queries and in keys by their age
         direction = torch.full((read.head_dim,), read.head_dim**-0.5)
-        age = torch.linspace(-0.5, 0.5, read.seq_total)[:, None, None]
+        age = torch.linspace(-0.5, 0.5, read.kv_len)[:, None, None]
         q = q + 8 * direction
         k = k + age * read.drift / 8 * read.head_dim**0.5 * direction
     return q.to(read.dtype), k.to(read.dtype), v.to(read.dtype)
@@ -119,8 +119,8 @@ def history(read: Read) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 @cache
 def answer(read: Read) -> torch.Tensor:
-    """The oracle's, where position is slot: [1, n_q, seq_q, head_dim], on the CPU."""
-    every = torch.arange(read.seq_total)
+    """The oracle's, where position is slot: [1, n_q, query_len, head_dim], on the CPU."""
+    every = torch.arange(read.kv_len)
     return paged_attention_reference(*history(read), every, read.n_q // read.n_kv, read.scale)
 
 
@@ -138,10 +138,10 @@ def tensors(
     """
     q, k, v = (x.to(device) for x in history(read))
     if pools is None:
-        pools = _pools(read, 2 * read.seq_total + 5, device, empty)
+        pools = _pools(read, 2 * read.kv_len + 5, device, empty)
     if slots is None:
-        random = torch.Generator().manual_seed(read.seq_q)
-        slots = torch.randperm(len(pools[0]), generator=random)[: read.seq_total]
+        random = torch.Generator().manual_seed(read.query_len)
+        slots = torch.randperm(len(pools[0]), generator=random)[: read.kv_len]
     slots = slots.to(device)
     for pool, x in zip(pools, (k, v), strict=True):
         pool[slots] = x

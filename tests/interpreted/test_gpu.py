@@ -7,9 +7,9 @@ from nanoserve import LLM, SamplingParams, load_model
 from nanoserve.generate import new_cache, next_logits
 from nanoserve.kernels import dispatch
 from nanoserve.kernels.dispatch import BACKENDS, paged_attention_dispatch, use_backend
+from tests.attention_cases import HALVES, LAYOUTS, Read, assert_answers, tensors
 from tests.checkpoints import KINDS
 from tests.folders import VOCABULARY, write_checkpoint
-from tests.reads import HALVES, LAYOUTS, Read, assert_answers, tensors
 
 GIB = 1 << 30
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -28,13 +28,13 @@ def fits(dtype: torch.dtype, bits: int) -> bool:
     return 2 * (dtype.itemsize << bits) + 2 * GIB < torch.cuda.mem_get_info()[1]
 
 
-@pytest.mark.parametrize(("seq_q", "integer"), [(1, torch.int32), (3, torch.int64)])
+@pytest.mark.parametrize(("query_len", "integer"), [(1, torch.int32), (3, torch.int64)])
 @pytest.mark.parametrize(
     ("dtype", "bits"),
     [(dtype, bits) for dtype in DTYPES for bits in (31, 32) if fits(dtype, bits)],
 )
-def test_a_pool_of_more_elements_than_an_integer_counts(dtype, bits, seq_q, integer, memory):
-    read = Read(32, 8, 128, seq_q, 700, dtype=dtype, integer=integer)
+def test_a_pool_of_more_elements_than_an_integer_counts(dtype, bits, query_len, integer, memory):
+    read = Read(32, 8, 128, query_len, 700, dtype=dtype, integer=integer)
     edge = (1 << bits) // (8 * 128)  # the slot whose first element is number 2 ** bits
     pools = tuple(
         torch.full((edge + 500, 8, 128), torch.nan, dtype=dtype, device="cuda") for _ in range(2)

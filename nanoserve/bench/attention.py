@@ -33,7 +33,7 @@ LLAMA_1B = parse_config(
 
 
 @dataclass(frozen=True)
-class ReadRow:
+class AttentionRow:
     """One way of reading one layer's history: median seconds, and the bytes it could not avoid."""
 
     path: str
@@ -46,13 +46,13 @@ class ReadRow:
         return self.bytes / self.seconds
 
 
-def read_benchmark(
+def attention_benchmark(
     config: ModelConfig,
     histories: Sequence[int] = (16, 64, 256, 1024, 4096),
     dtype: torch.dtype = torch.float32,
     rounds: int = 20,
     clock: Clock = time.perf_counter,
-) -> list[ReadRow]:
+) -> list[AttentionRow]:
     """Time one layer's attention of one new token over histories that lie in scattered blocks.
 
     "gather" copies the history out of the pool and attends; "fused" is the cache's own read, by the
@@ -82,7 +82,7 @@ def read_benchmark(
         layers[1] += config.num_layers // 2  # else fused would find what gather has just read
         moved = 2 * history * config.n_kv * config.head_dim * dtype.itemsize  # keys and values
         times = median_times(paths, rounds, warmup=2, clock=clock)
-        rows += [ReadRow(path, history, seconds, moved) for path, seconds in times.items()]
+        rows += [AttentionRow(path, history, seconds, moved) for path, seconds in times.items()]
     return rows
 
 
