@@ -102,8 +102,7 @@ today.hint()
 #
 # Each day takes 30 to 60 minutes. The days build on one another, yet each runs by itself.
 
-# %%
-# NBVAL_IGNORE_OUTPUT
+# %% tags=["nbval-ignore-output"]
 today.progress()
 
 # %% [markdown]
@@ -117,8 +116,7 @@ today.glossary()
 #
 # This is what `nanoserve doctor` prints in a terminal. If something goes wrong later, quote it.
 
-# %%
-# NBVAL_IGNORE_OUTPUT
+# %% tags=["nbval-ignore-output"]
 from nanoserve.cli import report
 
 for key, value in report():

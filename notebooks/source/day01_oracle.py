@@ -242,8 +242,7 @@ ids[len(prompt) :] == answer
 # Look at what the loop does. To choose the eighth token it runs the model over all twelve tokens
 # before it, though eleven of them were run a moment ago. Move the slider and watch the grey.
 
-# %%
-# NBVAL_IGNORE_OUTPUT
+# %% tags=["nbval-ignore-output"]
 today.widget("work")
 
 # %% [markdown]
@@ -336,8 +335,7 @@ today.predict("growth", "How many times longer does the token after 512 take?", 
 # Now a live run: `transformers` with its cache switched off, one token at each length, the median
 # of three. The lengths take turns, so that a machine that slows down spoils them all alike.
 
-# %%
-# NBVAL_IGNORE_OUTPUT
+# %% tags=["nbval-ignore-output"]
 from nanoserve.bench.timing import median_times
 
 text = tokenizer.encode("One day at the harbour, the gulls and the boats. " * 60)

@@ -872,8 +872,7 @@ for prompt in ("The capital of France is", "One, two, three, four, five,"):
 # Load the `.gguf` itself with them. The names, the numbers and the order of q and k are then yours,
 # and counting is the test.
 
-# %%
-# NBVAL_IGNORE_OUTPUT
+# %% tags=["nbval-ignore-output"]
 with today.mine():
     llm = LLM(path)
     [answer] = llm.generate("One, two, three, four, five,", SamplingParams(max_tokens=6))
@@ -887,8 +886,7 @@ assert answer.text == " six, seven, eight,"
 # file needs none: it is mapped, and a weight is read when it is first used. The time to have all
 # 273 names, both ways, in seconds of processor time, which leaves out whatever else runs:
 
-# %%
-# NBVAL_IGNORE_OUTPUT
+# %% tags=["nbval-ignore-output"]
 start = time.process_time()
 mapped = load_weights(folder, config)
 seconds_folder = time.process_time() - start

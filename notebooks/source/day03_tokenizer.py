@@ -768,8 +768,7 @@ assert 4.5 < ratios["Japanese"] < 5 and ratios["Hindi"] > 6
 # character, shown as bytes, with the character above. (Where the picture's font lacks a character,
 # you see its code point.) Tick the box, and special tokens count.
 
-# %%
-# NBVAL_IGNORE_OUTPUT
+# %% tags=["nbval-ignore-output"]
 today.widget("tokens")
 assert tokenizer.encode(" ☕") == [4636, 242, 239]
 

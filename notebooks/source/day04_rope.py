@@ -183,8 +183,7 @@ print(len(gaps), "norms; each within 1e-6 of the oracle:", max(gaps) < 1e-6)
 #
 # Turn it yourself.
 
-# %%
-# NBVAL_IGNORE_OUTPUT
+# %% tags=["nbval-ignore-output"]
 today.widget("turn")
 
 # %% [markdown]
@@ -492,8 +491,7 @@ print(turned.dtype, "and as near as bfloat16 can be:", torch.equal(turned, wide.
 #
 # With your norm, your quarter turn and your frequencies, the model counts:
 
-# %%
-# NBVAL_IGNORE_OUTPUT
+# %% tags=["nbval-ignore-output"]
 from nanoserve import LLM, SamplingParams
 
 with today.mine():

@@ -271,8 +271,7 @@ def choices(mlp) -> torch.Tensor:
         return model(ids)[0].argmax(-1)
 
 
-# %%
-# NBVAL_IGNORE_OUTPUT
+# %% tags=["nbval-ignore-output"]
 shares = [3 / 4, 1 / 2, 1 / 4, 1 / 8]
 right = choices(swiglu)
 same = {
@@ -306,8 +305,7 @@ fig
 #
 # With your MLP in all thirty layers:
 
-# %%
-# NBVAL_IGNORE_OUTPUT
+# %% tags=["nbval-ignore-output"]
 with today.mine():
     [answer] = llm.generate("Water boils at", SamplingParams(max_tokens=7))
 print("Water boils at" + answer.text)

@@ -429,8 +429,7 @@ fig
 # wrote that rule, RoPE made it possible and training found it. The right one looks at "The", from
 # everywhere. Browse the others:
 
-# %%
-# NBVAL_IGNORE_OUTPUT
+# %% tags=["nbval-ignore-output"]
 today.widget("pattern", weights=attention, words=words)
 
 # %% [markdown]
@@ -466,8 +465,7 @@ print(f"on average {to_first.mean():.2f}; if everybody looked everywhere alike, 
 #
 # If your `sdpa` passed, it generates text now, in 30 layers, in the place of the package's.
 
-# %%
-# NBVAL_IGNORE_OUTPUT
+# %% tags=["nbval-ignore-output"]
 from nanoserve import LLM, SamplingParams
 
 with today.mine():

@@ -223,8 +223,7 @@ def mlp(x, layer, norm):
     return swiglu(normed(x, layer, norm), *(layer[f"mlp.{name}_proj.weight"] for name in names))
 
 
-# %%
-# NBVAL_IGNORE_OUTPUT
+# %% tags=["nbval-ignore-output"]
 from unittest.mock import patch
 
 from nanoserve import LLM, SamplingParams
@@ -332,8 +331,7 @@ print(
 #
 # Your block, if it passed, thirty times over:
 
-# %%
-# NBVAL_IGNORE_OUTPUT
+# %% tags=["nbval-ignore-output"]
 with today.mine():
     [answer] = llm.generate("The capital of France is", SamplingParams(max_tokens=6))
 print(answer.text)

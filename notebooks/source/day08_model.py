@@ -432,8 +432,7 @@ fig
 #
 # Whatever passed today runs the engine: your names, your stack, your head.
 
-# %%
-# NBVAL_IGNORE_OUTPUT
+# %% tags=["nbval-ignore-output"]
 from nanoserve import LLM, SamplingParams
 
 with today.mine():

@@ -399,8 +399,7 @@ print("top_p=0.9, temperature=1.5, to the nearest thousand:", [f"{round(n, -3):,
 # from the best token, and a heavy tail does not lower it. Try them; the outlined bars are what the
 # model says, the filled ones what is drawn from.
 
-# %%
-# NBVAL_IGNORE_OUTPUT
+# %% tags=["nbval-ignore-output"]
 after = logits["Once upon a time,"]
 labels = [repr(tokenizer.decode([i])) for i in after.topk(14).indices.tolist()]
 today.widget("sampling", logits=after, tokens=labels)

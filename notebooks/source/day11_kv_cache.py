@@ -434,8 +434,7 @@ def timed(cached):
     return token_times(run)
 
 
-# %%
-# NBVAL_IGNORE_OUTPUT
+# %% tags=["nbval-ignore-output"]
 timed(True)  # warm up
 rounds = [(timed(False), timed(True)) for _ in range(2)]
 without, cached = ([min(times) * 1e3 for times in zip(*runs)] for runs in zip(*rounds))

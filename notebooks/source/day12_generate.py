@@ -538,8 +538,7 @@ def arrivals(length):
     return stamps
 
 
-# %%
-# NBVAL_IGNORE_OUTPUT
+# %% tags=["nbval-ignore-output"]
 arrivals(16)  # warm up
 waits = {
     length: min((arrivals(length) for _ in range(2)), key=lambda w: w[-1]) for length in (16, 256)

@@ -325,8 +325,7 @@ today.predict(
 # `transformers` with its own. They are compared token for token before any is timed. (Three tokens
 # and one round keep this short. Where you have a minute, give it 8 and 3.)
 
-# %%
-# NBVAL_IGNORE_OUTPUT
+# %% tags=["nbval-ignore-output"]
 from nanoserve import load_tokenizer
 
 tokenizer = load_tokenizer("smollm2")
@@ -346,8 +345,7 @@ for row in rows:
         f"then {row.decode * 1e3:5.0f} ms each"
     )
 
-# %%
-# NBVAL_IGNORE_OUTPUT
+# %% tags=["nbval-ignore-output"]
 decode = {name: [row.decode * 1e3 for row in rows if row.path == name] for name in paths}
 day1 = [row.prefill * 1e3 for row in rows if row.path == "transformers"]
 speedup = [slow / fast for slow, fast in zip(decode["no cache"], decode["cache"])]
@@ -398,8 +396,7 @@ fig
 # The same measurement, asked the other way round: how many bytes per second did each path read, and
 # how many can this machine read?
 
-# %%
-# NBVAL_IGNORE_OUTPUT
+# %% tags=["nbval-ignore-output"]
 read = {
     name: [
         bytes_per_token(config, n, torch.float32) / ms / 1e6 for n, ms in zip(lengths, decode[name])
@@ -585,8 +582,7 @@ today.predict(
     "tiles", "At 1,024 tokens, how many times faster are tiles of 128 than one matmul?", guess=None
 )
 
-# %%
-# NBVAL_IGNORE_OUTPUT
+# %% tags=["nbval-ignore-output"]
 sizes = (8, 32, 128, 512, 1_024)
 took = median_times({n: lambda n=n: in_tiles_of(n, q, k, v) for n in sizes}, rounds=3)
 print(f"one matmul {took[1_024] * 1e3:.0f} ms, tiles of 128 {took[128] * 1e3:.0f} ms")
@@ -617,8 +613,7 @@ fig
 # What does a single query gain by its own branch? Here is one in bfloat16 over 1,024 keys, which lie as
 # a cache holds them, in a strip with room for more: as a tile of one, and as `sdpa` does it now.
 
-# %%
-# NBVAL_IGNORE_OUTPUT
+# %% tags=["nbval-ignore-output"]
 strip = torch.randn(2, 1, config.n_kv, 2_048, config.head_dim, generator=generator).bfloat16()
 one, (keys, values) = q[:, :, -1:].bfloat16(), strip[:, :, :, :1_024]
 scaled = (one * config.head_dim**-0.5).view(config.n_kv, config.n_rep, 1, config.head_dim)
@@ -725,8 +720,7 @@ print("one product gives what three give:", torch.allclose(one, three, atol=1e-4
 # %% [markdown]
 # Now the time, of whole steps: one token, with no history, through all 30 layers and the head.
 
-# %%
-# NBVAL_IGNORE_OUTPUT
+# %% tags=["nbval-ignore-output"]
 token = torch.tensor([[504]])
 for dtype in (torch.float32, torch.bfloat16):
     ways = both_ways(dtype).items()

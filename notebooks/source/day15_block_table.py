@@ -191,8 +191,7 @@ class BlockTable(BlockTable):
 # `-A` is the end of A, whose blocks go back to the pool. The slider steps through it, token by token.
 # Write a story of your own, with two sequences or three. Who is refused first, if all of them grow?
 
-# %%
-# NBVAL_IGNORE_OUTPUT
+# %% tags=["nbval-ignore-output"]
 today.widget("block-table")
 
 # %% [markdown]

@@ -369,8 +369,7 @@ assert torch.equal(before, pool.k) and not third.table.blocks
 # %%
 today.predict("rebuild", "At 4,096 tokens, how many times longer does rebuilding take?", guess=None)
 
-# %%
-# NBVAL_IGNORE_OUTPUT
+# %% tags=["nbval-ignore-output"]
 from dataclasses import replace
 from statistics import median
 from time import perf_counter

@@ -383,8 +383,7 @@ def filled(kind, tokens):
     return cache
 
 
-# %%
-# NBVAL_IGNORE_OUTPUT
+# %% tags=["nbval-ignore-output"]
 from nanoserve.bench.timing import median_times
 from nanoserve.generate import next_logits
 

@@ -293,8 +293,7 @@ for row in attention_benchmark(config, [16, 64], rounds=3, clock=lambda: float(n
 # %%
 today.predict("gain", "At 4,096 tokens, how many times as fast as the gather is it?", guess=None)
 
-# %%
-# NBVAL_IGNORE_OUTPUT
+# %% tags=["nbval-ignore-output"]
 lengths = (16, 64, 256, 1_024, 4_096)
 roof = read_bandwidth(1 << 28)
 shapes = {"SmolLM2-135M": config, "Llama-3.2-1B": LLAMA_1B}
@@ -353,8 +352,7 @@ fig
 # How much could a kernel win by not copying? Take the read apart, at 4,096 tokens of Llama's shape: the
 # copy alone, and attention alone over a history that lies there already.
 
-# %%
-# NBVAL_IGNORE_OUTPUT
+# %% tags=["nbval-ignore-output"]
 cache, step = scattered_cache(LLAMA_1B, 4_096)
 copies = [cache.append(i, step["k"], step["v"]) for i in range(LLAMA_1B.num_layers - 1)]
 turn = {part: cycle(range(len(copies))) for part in ("copy", "attend", "both")}  # its own for each

@@ -388,8 +388,7 @@ for tile in (4, 16, 64):
 # Pick a program, a tile and a head. What you see is drawn from the trace of a real launch: the lanes of
 # this program in the slot mapping, the rows it loads, the rows it stores.
 
-# %%
-# NBVAL_IGNORE_OUTPUT
+# %% tags=["nbval-ignore-output"]
 today.widget("launch-grid")
 
 # %% [markdown]
@@ -434,8 +433,7 @@ for name, change in bugs.items():
 #
 # Here is the first one in the picture. The lane without a mask, in vermilion, points past the end:
 
-# %%
-# NBVAL_IGNORE_OUTPUT
+# %% tags=["nbval-ignore-output"]
 today.widget("launch-grid", fault="tail mask forgotten")
 
 # %% [markdown]
@@ -1521,8 +1519,7 @@ assert whole == [True]
 # 96 by tiles of 16, 24 by tiles of 64. Side by side they are one pass over large tensors; one after
 # another, a pass over small ones for each program.
 
-# %%
-# NBVAL_IGNORE_OUTPUT
+# %% tags=["nbval-ignore-output"]
 from nanoserve.bench.timing import median_times
 
 long_pool = torch.randn(1_024, n_kv, head_dim)

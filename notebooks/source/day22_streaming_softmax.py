@@ -972,8 +972,7 @@ print("mild scores, every tile: below a tenth of ATOL:", max(mild) < ATOL / 10)
 print("sharp scores, every tile: below ATOL:", max(sharp) < ATOL)
 assert max(mild) < ATOL / 10 and max(sharp) < ATOL
 
-# %%
-# NBVAL_IGNORE_OUTPUT
+# %% tags=["nbval-ignore-output"]
 print(f"at worst, mild {max(mild):.1e}, sharp {max(sharp):.1e}; allowed {ATOL:.0e}")
 assert max(mild) < max(sharp)
 

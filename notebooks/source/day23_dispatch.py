@@ -118,8 +118,7 @@ def why_not_triton(device: torch.device) -> str | None:
     return None
 
 
-# %%
-# NBVAL_IGNORE_OUTPUT
+# %% tags=["nbval-ignore-output"]
 print("Triton installed:", has_triton())
 print("on the CPU:", why_not_triton(torch.device("cpu")))
 assert has_triton() or why_not_triton(torch.device("cpu")) == "Triton cannot be imported"
@@ -838,8 +837,7 @@ print(*(run[key] for key in ("device", "driver", "platform", "date")), sep=", ")
 print(f"torch {run['torch']}, triton {run['triton']}: {run['command']}")
 assert all(row.agrees for row in rows)
 
-# %%
-# NBVAL_IGNORE_OUTPUT
+# %% tags=["nbval-ignore-output"]
 columns = {"tlsim": [row for row in here if row.engine == "tlsim"], "interpreter": interpreted}
 if own := [row for row in here if row.engine == "compiled"]:
     columns["this card"] = own
@@ -894,8 +892,7 @@ fig
 # the middle between two neighbours may be rounded to either. Then who is off: the kernel, or the oracle?
 # Ask somebody who does not round: the reference in float64.
 
-# %%
-# NBVAL_IGNORE_OUTPUT
+# %% tags=["nbval-ignore-output"]
 for dtype in (torch.float16, torch.bfloat16):
     nearer = {"several queries": [], "a single query": []}
     equal = {"several queries": [], "a single query": []}
@@ -946,8 +943,7 @@ def compiled_for(capability):
     return triton.compile(source, target=GPUTarget("cuda", capability, 32))
 
 
-# %%
-# NBVAL_IGNORE_OUTPUT
+# %% tags=["nbval-ignore-output"]
 for capability in (75, 80, 90, 100) if has_triton() else ():
     binary = compiled_for(capability)
     shared, ptx = binary.metadata.shared, binary.asm["ptx"].splitlines()

@@ -261,8 +261,7 @@ for name, fit in (("16 to 256", short), ("16 to 4,096", whole), ("65,536 and on"
 # %%
 today.predict("exponent", "The gather's exponent, 0 (flat) to 1 (linear)?", guess=None)
 
-# %%
-# NBVAL_IGNORE_OUTPUT
+# %% tags=["nbval-ignore-output"]
 from nanoserve.bench.attention import LLAMA_1B, attention_benchmark
 
 rows = attention_benchmark(replace(LLAMA_1B, num_layers=6), sweep, rounds=9)

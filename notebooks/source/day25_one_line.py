@@ -282,8 +282,7 @@ today.predict(
     "deviation", "The largest difference of the logits (a number such as 1e-7)?", guess=None
 )
 
-# %%
-# NBVAL_IGNORE_OUTPUT
+# %% tags=["nbval-ignore-output"]
 import math
 from dataclasses import replace
 

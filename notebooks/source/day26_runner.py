@@ -481,8 +481,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 # %%
 today.predict("cost", "tlsim's time over the gather's, at 1,024 tokens?", guess=None)
 
-# %%
-# NBVAL_IGNORE_OUTPUT
+# %% tags=["nbval-ignore-output"]
 lengths = (64, 256, 1_024)
 rows = cache_benchmark(MODELS["SmolLM2-135M"], lengths, rounds=9)
 roof = read_bandwidth(1 << 28)
@@ -708,8 +707,7 @@ def paged_path(model: Model) -> Path:
     return _loop(model, lambda tokens: new_cache("paged", model, tokens))
 
 
-# %%
-# NBVAL_IGNORE_OUTPUT
+# %% tags=["nbval-ignore-output"]
 model = load_model("smollm2")
 prompt = load_tokenizer("smollm2").encode(
     "The tide goes out and the boats lie down in the mud. " * 6

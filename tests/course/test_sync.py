@@ -162,8 +162,9 @@ def test_an_unknown_day_is_one_line(clone, capsys):
 # Normalising
 
 
-def normalised(*outputs, source: str = "1"):
-    notebook = new_notebook(cells=[new_code_cell(source, outputs=list(outputs))])
+def normalised(*outputs, tags: tuple[str, ...] = ()):
+    cell = new_code_cell("1", outputs=list(outputs), metadata={"tags": list(tags)})
+    notebook = new_notebook(cells=[cell])
     sync.normalise(notebook, "day01_x")
     return notebook.cells[0]
 
@@ -187,7 +188,7 @@ def test_times_widgets_and_fragments_go():
 def test_stderr_is_refused_but_dropped_where_outputs_are_ignored():
     with pytest.raises(sync.SyncError, match="code cell 1: writes to stderr: a warning"):
         normalised(stream("a warning", "stderr"))
-    assert normalised(stream("", "stderr"), source="# NBVAL_IGNORE_OUTPUT\n1").outputs == []
+    assert normalised(stream("", "stderr"), tags=(sync.IGNORED,)).outputs == []
 
 
 @pytest.mark.parametrize(
