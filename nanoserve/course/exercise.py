@@ -72,11 +72,14 @@ class Wrong:
 
     fn: Callable
     why: str
+    hints: str | tuple[str, str, str] | None = None
 
 
-def wrong(why: str) -> Callable[[Callable], Wrong]:
+def wrong(
+    why: str, hints: str | tuple[str, str, str] | None = None
+) -> Callable[[Callable], Wrong]:
     """Decorator: `@wrong("This is the table for interleaved pairs: ...")` over the wrong answer."""
-    return lambda fn: Wrong(fn, why)
+    return lambda fn: Wrong(fn, why, hints)
 
 
 @dataclass(frozen=True)
