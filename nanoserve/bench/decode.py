@@ -57,7 +57,7 @@ def decode_benchmark(
         times: dict[str, list[list[float]]] = {name: [] for name in paths}
         for _ in range(rounds):
             for name, path in paths.items():
-                run = lambda on_token, path=path: path(prompt, tokens, on_token)  # noqa: B023, E731
+                run = lambda on_token, path=path: path(prompt, tokens, on_token)
                 times[name].append(token_times(run, clock))
         for name, runs in times.items():
             first = median(run[0] for run in runs)

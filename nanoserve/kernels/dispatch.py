@@ -21,7 +21,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 def has_triton() -> bool:
     """Whether Triton can be imported here: it is made for Linux alone."""
     try:
-        import triton  # noqa: F401
+        import triton
     except ImportError:
         return False
     return True

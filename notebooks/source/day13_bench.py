@@ -15,8 +15,8 @@
 # Day 1, and find out what holds the engine up now. Then you cut attention into tiles, so that prefill
 # stops computing what its mask throws away, and make three products of a decode step one.
 
-# %%
-# Set-up: installs nanoserve where it is missing (as on Colab). In your own clone it does nothing.
+# %% jupyter={"source_hidden": true}
+# Set-up: on Colab, installs nanoserve in a minute or two. In your own clone it does nothing.
 import importlib.util, subprocess, sys
 from pathlib import Path
 
@@ -27,12 +27,10 @@ if importlib.util.find_spec("nanoserve") is None:
     source = wheels[-1].as_uri() if wheels else source
     if source is None:
         raise ModuleNotFoundError("put a nanoserve-*.whl beside this notebook, then run again")
-    print("Installing nanoserve, which takes a minute or two, from", source)
     pip = [sys.executable, "-m", "pip", "install", "-q", f"nanoserve[notebook] @ {source}"]
     done = subprocess.run(pip, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    print(done.stdout)
     if done.returncode:
-        raise RuntimeError("pip could not install nanoserve; its reason stands above.")
+        raise RuntimeError(f"pip could not install nanoserve from {source}:\n{done.stdout}")
     importlib.invalidate_caches()
 
 # %%
@@ -77,7 +75,7 @@ import torch
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/bench/timing.py
+# lands in nanoserve/bench/timing.py: Clock, median_times, token_times, read_bandwidth
 Clock = Callable[[], float]  # seconds, from any origin
 
 
@@ -193,7 +191,7 @@ from nanoserve.sampling import SamplingParams
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/bench/decode.py
+# lands in nanoserve/bench/decode.py: Path, WrongAnswer, DecodeRow, decode_benchmark and 3 more
 Path = Callable[[Sequence[int], int, Callable[[int], None]], list[int]]
 
 
@@ -233,7 +231,7 @@ def decode_benchmark(
         times: dict[str, list[list[float]]] = {name: [] for name in paths}
         for _ in range(rounds):
             for name, path in paths.items():
-                run = lambda on_token, path=path: path(prompt, tokens, on_token)  # noqa: B023, E731
+                run = lambda on_token, path=path: path(prompt, tokens, on_token)
                 times[name].append(token_times(run, clock))
         for name, runs in times.items():
             first = median(run[0] for run in runs)
@@ -466,6 +464,7 @@ today.check(keys_of_a_tile)
 
 
 # %% jupyter={"source_hidden": true}
+# solution: keys_of_a_tile
 def keys_of_a_tile(start: int, tile: int, query_len: int, kv_len: int) -> int:
     """How many keys, counted from key 0, the queries start to start + tile may see between them."""
     return kv_len - query_len + min(start + tile, query_len)
@@ -493,7 +492,7 @@ for tile in (1_024, 512, 128, 32):
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/layers.py
+# lands in nanoserve/layers.py: QUERY_TILE, sdpa, _attend
 QUERY_TILE = 128  # queries that attend at once: enough to fill a matmul, few enough to skip keys
 
 
@@ -652,7 +651,7 @@ from nanoserve.weights import load_weights
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/layers.py
+# lands in nanoserve/layers.py: _qkv
 def _qkv(x: torch.Tensor, layer: dict[str, torch.Tensor]) -> torch.Tensor:
     """q, k and v of x in a row, [batch, seq, (n_q + 2 * n_kv) * head_dim].
 
@@ -664,7 +663,7 @@ def _qkv(x: torch.Tensor, layer: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/model.py
+# lands in nanoserve/model.py: load_model, join_qkv
 def load_model(
     source: str | Path = "smollm2",
     dtype: torch.dtype = torch.float32,

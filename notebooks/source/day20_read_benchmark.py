@@ -15,8 +15,8 @@
 # history first, against the cache's own read. The result will not flatter anybody. It goes on the wall,
 # for a kernel to beat.
 
-# %%
-# Set-up: installs nanoserve where it is missing (as on Colab). In your own clone it does nothing.
+# %% jupyter={"source_hidden": true}
+# Set-up: on Colab, installs nanoserve in a minute or two. In your own clone it does nothing.
 import importlib.util, subprocess, sys
 from pathlib import Path
 
@@ -27,12 +27,10 @@ if importlib.util.find_spec("nanoserve") is None:
     source = wheels[-1].as_uri() if wheels else source
     if source is None:
         raise ModuleNotFoundError("put a nanoserve-*.whl beside this notebook, then run again")
-    print("Installing nanoserve, which takes a minute or two, from", source)
     pip = [sys.executable, "-m", "pip", "install", "-q", f"nanoserve[notebook] @ {source}"]
     done = subprocess.run(pip, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    print(done.stdout)
     if done.returncode:
-        raise RuntimeError("pip could not install nanoserve; its reason stands above.")
+        raise RuntimeError(f"pip could not install nanoserve from {source}:\n{done.stdout}")
     importlib.invalidate_caches()
 
 # %%
@@ -90,6 +88,7 @@ today.check(bytes_of_a_read)
 
 
 # %% jupyter={"source_hidden": true}
+# solution: bytes_of_a_read
 def bytes_of_a_read(config: ModelConfig, history: int, dtype: torch.dtype, gathered: bool) -> int:
     """The bytes that one layer's attention moves to read the keys and values of `history` tokens:
     where they lie, or, gathered, through a copy of them."""
@@ -125,7 +124,7 @@ from nanoserve.layers import sdpa
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/bench/attention.py
+# lands in nanoserve/bench/attention.py: LLAMA_1B, AttentionRow, attention_benchmark and 1 more
 LLAMA_1B = parse_config(
     {
         "model_type": "llama",

@@ -15,8 +15,8 @@
 # interpreter, and Triton's compiler for a card. You launch it, refuse what it could not survive, write
 # the rule that says which engine runs where, and hold all of them to one oracle.
 
-# %%
-# Set-up: installs nanoserve where it is missing (as on Colab). In your own clone it does nothing.
+# %% jupyter={"source_hidden": true}
+# Set-up: on Colab, installs nanoserve in a minute or two. In your own clone it does nothing.
 import importlib.util, subprocess, sys
 from pathlib import Path
 
@@ -27,12 +27,10 @@ if importlib.util.find_spec("nanoserve") is None:
     source = wheels[-1].as_uri() if wheels else source
     if source is None:
         raise ModuleNotFoundError("put a nanoserve-*.whl beside this notebook, then run again")
-    print("Installing nanoserve, which takes a minute or two, from", source)
     pip = [sys.executable, "-m", "pip", "install", "-q", f"nanoserve[notebook] @ {source}"]
     done = subprocess.run(pip, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    print(done.stdout)
     if done.returncode:
-        raise RuntimeError("pip could not install nanoserve; its reason stands above.")
+        raise RuntimeError(f"pip could not install nanoserve from {source}:\n{done.stdout}")
     importlib.invalidate_caches()
 
 # %%
@@ -54,9 +52,17 @@ today.picture("one-source")
 
 # %%
 today.glossary(
-    "stride", "launch", "backend", "dispatch", "fallback", "override", "compute capability",
-    "ahead of time", "PTX", "shared memory",
-)  # fmt: skip
+    "stride",
+    "launch",
+    "backend",
+    "dispatch",
+    "fallback",
+    "override",
+    "compute capability",
+    "ahead of time",
+    "PTX",
+    "shared memory",
+)
 
 # %% [markdown]
 # ## One source
@@ -89,7 +95,7 @@ print("names that only one engine knows:", [x for x in ("torch", "tlsim", "cuda"
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/kernels/dispatch.py
+# lands in nanoserve/kernels/dispatch.py: BACKENDS, LEAST_CAPABILITY, has_triton, why_not_triton
 BACKENDS = ("triton", "tlsim", "reference")
 LEAST_CAPABILITY = (7, 5)  # a T4: older cards Triton does not support
 
@@ -97,7 +103,7 @@ LEAST_CAPABILITY = (7, 5)  # a T4: older cards Triton does not support
 def has_triton() -> bool:
     """Whether Triton can be imported here: it is made for Linux alone."""
     try:
-        import triton  # noqa: F401
+        import triton
     except ImportError:
         return False
     return True
@@ -174,6 +180,7 @@ today.check(launch_arguments)
 
 
 # %% jupyter={"source_hidden": true}
+# solution: launch_arguments
 def launch_arguments(q, k_pool, v_pool, out):
     """(grid, strides) of paged_attention_kernel: two numbers, and eight, in its parameters' order."""
     grid = (q.shape[2], q.shape[1])
@@ -188,7 +195,7 @@ def launch_arguments(q, k_pool, v_pool, out):
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/kernels/dispatch.py
+# lands in nanoserve/kernels/dispatch.py: launch
 def launch(
     kernel: object,
     q: torch.Tensor,
@@ -283,7 +290,7 @@ except tlsim.KernelError as error:
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/kernels/dispatch.py
+# lands in nanoserve/kernels/dispatch.py: DTYPES, check_attention
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -377,7 +384,7 @@ from functools import cache
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/kernels/dispatch.py
+# lands in nanoserve/kernels/dispatch.py: paged_attention_triton, paged_attention_tlsim, LANES
 def paged_attention_triton(
     q: torch.Tensor,
     k_pool: torch.Tensor,
@@ -443,6 +450,7 @@ today.check(choose)
 
 
 # %% jupyter={"source_hidden": true}
+# solution: choose
 def choose(device_type, has_triton, capability, override=None):
     """The backend for tensors on a device: "triton", "tlsim" or "reference"."""
     able = device_type == "cuda" and has_triton and capability >= (7, 5)
@@ -462,7 +470,7 @@ def choose(device_type, has_triton, capability, override=None):
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/kernels/dispatch.py
+# lands in nanoserve/kernels/dispatch.py: select_backend, use_backend
 def select_backend(device: torch.device | str) -> str:
     """ "triton" for tensors on a card that Triton compiles for, "tlsim" anywhere else.
 
@@ -561,7 +569,7 @@ print("H200", *on_a("H200", (9, 0), installed=False))
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/kernels/dispatch.py
+# lands in nanoserve/kernels/dispatch.py: paged_attention_dispatch
 def paged_attention_dispatch(
     q: torch.Tensor,
     k_pool: torch.Tensor,
@@ -641,7 +649,7 @@ from pathlib import Path
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/bench/agreement.py
+# lands in nanoserve/bench/agreement.py: Engine, BLOCK, Read, READS, AgreementRow, agreement, draw
 Engine = Callable[..., torch.Tensor]  # called as paged_attention_reference is
 BLOCK = 16
 
@@ -733,7 +741,7 @@ def draw(read: Read, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/bench/agreement.py
+# lands in nanoserve/bench/agreement.py: engines_of, machine, main
 def engines_of(device: torch.device) -> dict[str, Engine]:
     """The engines that can run the kernel on a device, in this process."""
     engines = {"tlsim": paged_attention_tlsim}

@@ -15,8 +15,8 @@
 # costs. It is the least squares of a school book, taken through the logarithms. In two days it will
 # judge the kernel.
 
-# %%
-# Set-up: installs nanoserve where it is missing (as on Colab). In your own clone it does nothing.
+# %% jupyter={"source_hidden": true}
+# Set-up: on Colab, installs nanoserve in a minute or two. In your own clone it does nothing.
 import importlib.util, subprocess, sys
 from pathlib import Path
 
@@ -27,12 +27,10 @@ if importlib.util.find_spec("nanoserve") is None:
     source = wheels[-1].as_uri() if wheels else source
     if source is None:
         raise ModuleNotFoundError("put a nanoserve-*.whl beside this notebook, then run again")
-    print("Installing nanoserve, which takes a minute or two, from", source)
     pip = [sys.executable, "-m", "pip", "install", "-q", f"nanoserve[notebook] @ {source}"]
     done = subprocess.run(pip, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    print(done.stdout)
     if done.returncode:
-        raise RuntimeError("pip could not install nanoserve; its reason stands above.")
+        raise RuntimeError(f"pip could not install nanoserve from {source}:\n{done.stdout}")
     importlib.invalidate_caches()
 
 # %%
@@ -117,7 +115,7 @@ today.check(power_law)
 from dataclasses import dataclass, replace
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/bench/scaling.py
+# lands in nanoserve/bench/scaling.py: REGIMES, ScalingFit, power_law, fit_scaling
 REGIMES = (
     (-0.2, "falling"),
     (0.2, "flat"),

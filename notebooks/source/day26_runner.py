@@ -15,8 +15,8 @@
 # mapping, the dispatch, the launch and the kernel. Live on your CPU, and as it was recorded on a card. The
 # kernel's first numbers are honest ones.
 
-# %%
-# Set-up: installs nanoserve where it is missing (as on Colab). In your own clone it does nothing.
+# %% jupyter={"source_hidden": true}
+# Set-up: on Colab, installs nanoserve in a minute or two. In your own clone it does nothing.
 import importlib.util, subprocess, sys
 from pathlib import Path
 
@@ -27,12 +27,10 @@ if importlib.util.find_spec("nanoserve") is None:
     source = wheels[-1].as_uri() if wheels else source
     if source is None:
         raise ModuleNotFoundError("put a nanoserve-*.whl beside this notebook, then run again")
-    print("Installing nanoserve, which takes a minute or two, from", source)
     pip = [sys.executable, "-m", "pip", "install", "-q", f"nanoserve[notebook] @ {source}"]
     done = subprocess.run(pip, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    print(done.stdout)
     if done.returncode:
-        raise RuntimeError("pip could not install nanoserve; its reason stands above.")
+        raise RuntimeError(f"pip could not install nanoserve from {source}:\n{done.stdout}")
     importlib.invalidate_caches()
 
 # %%
@@ -110,7 +108,7 @@ from pathlib import Path
 from nanoserve.bench.decode import WrongAnswer
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/bench/runner.py
+# lands in nanoserve/bench/runner.py: MODELS, HISTORIES, ROTATED, DATA, Read, attention_paths, gate
 MODELS = {  # of a model, a read needs only the shape
     "SmolLM2-135M": replace(LLAMA_1B, num_layers=30, n_q=9, n_kv=3, head_dim=64),
     "Llama-3.2-1B": LLAMA_1B,
@@ -243,7 +241,7 @@ from itertools import cycle
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/bench/runner.py
+# lands in nanoserve/bench/runner.py: cache_benchmark, _burst, device_clock
 def cache_benchmark(
     config: ModelConfig,
     histories: Sequence[int] = HISTORIES,
@@ -317,7 +315,7 @@ from nanoserve.kernels.dispatch import select_backend
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/bench/runner.py
+# lands in nanoserve/bench/runner.py: Sweep, RecordedRun, measure, main
 @dataclass(frozen=True)
 class Sweep:
     """One model's read in one dtype, over all histories, and the fit of each path's times."""
@@ -701,7 +699,7 @@ from nanoserve.oracle import load_oracle
 
 
 # %%
-# lands in nanoserve/bench/decode.py
+# lands in nanoserve/bench/decode.py: paged_path
 def paged_path(model: Model) -> Path:
     """The same with the paged cache, whose read goes where select_backend sends it."""
     return _loop(model, lambda tokens: new_cache("paged", model, tokens))

@@ -12,7 +12,7 @@ from nanoserve.course import publish, sync
 TWIN = f"""# %% [markdown]
 # # Day 1
 
-# %%
+{publish.SETUP_HEAD}
 {publish.SETUP_CELL}
 # %%
 import os, pathlib
@@ -20,7 +20,7 @@ import os, pathlib
 print(sorted(os.listdir(os.environ["NANOSERVE_WORK"])))
 
 # %% jupyter={{"source_hidden": true}}
-# lands in nanoserve/layers.py
+# lands in nanoserve/layers.py: norm
 def norm(x):
     return x / 2
 
@@ -132,9 +132,9 @@ def test_a_notebook_begins_with_the_set_up_cell_or_a_place_for_it(clone):
     sync.main([], clone)
     assert twin_of(clone).read_text() == TWIN
     assert sync.problems(clone) == []
-    twin_of(clone).write_text(TWIN.replace(publish.SETUP_CELL, ""))
+    twin_of(clone).write_text(TWIN.replace(f"{publish.SETUP_HEAD}\n{publish.SETUP_CELL}", ""))
     sync.main([], clone)
-    assert sync.problems(clone) == ["day01_x: its first code cell is not the set-up cell"]
+    assert sync.problems(clone) == ["day01_x: the cell below its title is not the set-up cell"]
 
 
 def test_an_edited_output_is_listed_when_it_is_not_normal(clone):
