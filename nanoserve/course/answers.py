@@ -51,10 +51,10 @@ def saved_answers(day: int, exercises: tuple[Exercise, ...]) -> list[Answer]:
     """The saved answers of a day that have a place in the engine, loaded."""
     answers = []
     for exercise in exercises:
-        path = answer_path(day, exercise.name)
-        if exercise.target is None or not path.exists():
+        path = saved_path(day, exercise)
+        if exercise.target is None or path is None:
             continue
-        loaded = guarded(lambda p=path, e=exercise: load_answer(p, e.name), exercise.limit)
+        loaded = guarded(lambda p=path, e=exercise: load_answer(p, *e.names), exercise.limit)
         if loaded.kind == "value":
             answers.append(Answer(day, exercise, loaded.value))
         else:
@@ -90,20 +90,29 @@ def answer_path(day: int, name: str) -> Path:
     return work_dir() / "answers" / f"day{day:02d}_{name}.py"
 
 
-def load_answer(path: Path, name: str) -> Callable:
-    """Run a saved answer's file and return the definition `name`. Raises what the file raises."""
+def saved_path(day: int, exercise: Exercise) -> Path | None:
+    """The file of the saved answer, under the exercise's name or a former one; None without it."""
+    paths = (answer_path(day, name) for name in exercise.names)
+    return next((path for path in paths if path.exists()), None)
+
+
+def load_answer(path: Path, *names: str) -> Callable:
+    """Run a saved answer's file and return the definition of the first of `names` that it has.
+
+    Raises what the file raises.
+    """
     module = ModuleType(f"nanoserve_answers_{path.name.strip('.').partition('.')[0]}")
     module.__file__ = str(path)
     code = compile(path.read_text(encoding="utf-8"), str(path), "exec")
     sys.modules[module.__name__] = module
     exec(code, module.__dict__)
-    return getattr(module, name)
+    return getattr(module, next((name for name in names if hasattr(module, name)), names[0]))
 
 
 def _save(day: int, exercise: Exercise, answer: Callable) -> str | None:
     """What keeps the answer from being saved, or None when it is."""
     called = getattr(answer, "__name__", "<nothing>")
-    if called != exercise.name:
+    if called not in exercise.names:
         return f"it is called `{called}`: write it with `def {exercise.name}`"
     try:
         body = module_source(answer)
@@ -112,7 +121,7 @@ def _save(day: int, exercise: Exercise, answer: Callable) -> str | None:
     head = f"# Day {day}, {exercise.name}: your answer, saved when it passed its check.\n\n"
 
     def accept(path: Path) -> str | None:
-        loaded = guarded(lambda: load_answer(path, exercise.name), exercise.limit)
+        loaded = guarded(lambda: load_answer(path, *exercise.names), exercise.limit)
         if loaded.kind != "value":
             return f"the saved copy does not load ({_trouble(loaded)})"
         failed = checking.run(exercise, loaded.value).failed

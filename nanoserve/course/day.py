@@ -35,7 +35,7 @@ class Day:
         self.number = self.info.number
         self.exercises: tuple[Exercise, ...] = exercises_of(self.number)
         self.last: checking.Report | None = None
-        self._climbed: dict[tuple[str, str, str], int] = {}
+        self._climbed: dict[tuple[str, ...], int] = {}
         self._guesses: dict[str, float | str] = {}
 
     def __repr__(self) -> str:
@@ -48,7 +48,7 @@ class Day:
         and `mine()` can run the engine with it.
         """
         wanted = name or getattr(answer, "__name__", None)
-        exercise = next((e for e in self.exercises if e.name == wanted), None)
+        exercise = next((e for e in self.exercises if wanted in e.names), None)
         if exercise is None:
             names = ", ".join(e.name for e in self.exercises) or "none"
             asked = wanted or short(answer)
@@ -62,21 +62,27 @@ class Day:
             show(self.last.text(), html=self.last.html())
 
     def hint(self) -> None:
-        """A hint for the case that failed last. Each call climbs one rung of three."""
-        if self.last is None:
+        """A hint for the answer that was checked last. Each call climbs one rung of three.
+
+        A recognised mistake chooses the hints, else the case that failed. Another answer, or the
+        same one with other results, starts at the first rung.
+        """
+        report = self.last
+        if report is None:
             show("Run the check first: a hint looks at the case that failed.")
             return
-        exercise = next(e for e in self.exercises if e.name == self.last.name)
-        row = exercise.cases()[0] if self.last.status == "not attempted" else self.last.failed
+        exercise = next(e for e in self.exercises if e.name == report.name)
+        row = exercise.cases()[0] if report.status == "not attempted" else report.diagnosed
         if row is None:
-            show(f"Every case of {self.last.name} passes: there is nothing to hint at.")
+            show(f"Every case of {report.name} passes: there is nothing to hint at.")
             return
-        rungs = exercise.hints[row.kind]
-        key = (exercise.name, row.what, getattr(row, "message", ""))  # another failure, rung 1
-        rung = min(self._climbed.get(key, 0) + 1, RUNGS)
-        self._climbed[key] = rung
+        mistake = getattr(row, "mistake", None)
+        rung = min(self._climbed.get(report.identity, 0) + 1, RUNGS)
+        self._climbed[report.identity] = rung
+        about = f"the mistake found in the case {row.what!r}" if mistake else f"case {row.what!r}"
         last = "\nThat was the last hint: the solution is in the folded cell." if rung == 3 else ""
-        text = f"Hint {rung} of {RUNGS}, for the case {row.what!r}: {rungs[rung - 1]}{last}"
+        told = exercise.ladder(row.kind, mistake)[rung - 1]
+        text = f"Hint {rung} of {RUNGS} on {report.name}, for {about}: {told}{last}"
         show(text, html=f"<div>{escaped(text).replace(chr(10), '<br>')}</div>")
 
     @contextlib.contextmanager

@@ -101,15 +101,15 @@ def status() -> list[DayStatus]:
     clone, work, progress = clone_dir(), work_dir(), Progress.load()
     rows = []
     for info in DAYS:
-        names = [exercise.name for exercise in exercises_of(info.number)]
-        passed = tuple(name for name in names if name in progress.passed(info.number))
+        exercises, noted = exercises_of(info.number), set(progress.passed(info.number))
+        passed = tuple(e.name for e in exercises if noted.intersection(e.names))
         published = (
             (clone / "notebooks" / info.notebook).exists()
             if clone
             else bool(info.number == 0 or module_of(info.number))
         )
         started = (work / info.notebook).exists()
-        rows.append(DayStatus(info, published, started, passed, len(names)))
+        rows.append(DayStatus(info, published, started, passed, len(exercises)))
     return rows
 
 

@@ -16,8 +16,8 @@
 # There is nothing to sign up for, and you need no GPU. Every part of the engine is explained on one
 # of the days, except for plumbing (reading and fetching files, the command line).
 
-# %%
-# Set-up: installs nanoserve where it is missing (as on Colab). In your own clone it does nothing.
+# %% jupyter={"source_hidden": true}
+# Set-up: on Colab, installs nanoserve in a minute or two. In your own clone it does nothing.
 import importlib.util, subprocess, sys
 from pathlib import Path
 
@@ -28,12 +28,10 @@ if importlib.util.find_spec("nanoserve") is None:
     source = wheels[-1].as_uri() if wheels else source
     if source is None:
         raise ModuleNotFoundError("put a nanoserve-*.whl beside this notebook, then run again")
-    print("Installing nanoserve, which takes a minute or two, from", source)
     pip = [sys.executable, "-m", "pip", "install", "-q", f"nanoserve[notebook] @ {source}"]
     done = subprocess.run(pip, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    print(done.stdout)
     if done.returncode:
-        raise RuntimeError("pip could not install nanoserve; its reason stands above.")
+        raise RuntimeError(f"pip could not install nanoserve from {source}:\n{done.stdout}")
     importlib.invalidate_caches()
 
 # %%

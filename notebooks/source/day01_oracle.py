@@ -14,8 +14,8 @@
 # **Today** you meet the model that you are going to serve, and you wrap a library that runs it
 # correctly but slowly. From tomorrow on, what you write is compared with what you wrap today.
 
-# %%
-# Set-up: installs nanoserve where it is missing (as on Colab). In your own clone it does nothing.
+# %% jupyter={"source_hidden": true}
+# Set-up: on Colab, installs nanoserve in a minute or two. In your own clone it does nothing.
 import importlib.util, subprocess, sys
 from pathlib import Path
 
@@ -26,12 +26,10 @@ if importlib.util.find_spec("nanoserve") is None:
     source = wheels[-1].as_uri() if wheels else source
     if source is None:
         raise ModuleNotFoundError("put a nanoserve-*.whl beside this notebook, then run again")
-    print("Installing nanoserve, which takes a minute or two, from", source)
     pip = [sys.executable, "-m", "pip", "install", "-q", f"nanoserve[notebook] @ {source}"]
     done = subprocess.run(pip, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    print(done.stdout)
     if done.returncode:
-        raise RuntimeError("pip could not install nanoserve; its reason stands above.")
+        raise RuntimeError(f"pip could not install nanoserve from {source}:\n{done.stdout}")
     importlib.invalidate_caches()
 
 # %%
@@ -98,7 +96,7 @@ from nanoserve.fetch import resolve
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/oracle.py
+# lands in nanoserve/oracle.py: Activation, Oracle, _Streamer, load_oracle
 @dataclass(frozen=True)
 class Activation:
     """What went into a module and what came out, as a hook saw it."""
@@ -309,6 +307,7 @@ today.check(work_of_a_token)
 
 
 # %% jupyter={"source_hidden": true}
+# solution: work_of_a_token
 def work_of_a_token(config, length: int) -> int:
     """Floating-point operations that choose the next token after `length`, nothing remembered."""
     q_size, kv_size = config.n_q * config.head_dim, config.n_kv * config.head_dim

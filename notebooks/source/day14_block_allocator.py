@@ -14,8 +14,8 @@
 # **Today** you stop guessing how long a text will be. Memory is cut into small blocks of equal size,
 # and you write the allocator that hands them out: all or nothing, never to two owners.
 
-# %%
-# Set-up: installs nanoserve where it is missing (as on Colab). In your own clone it does nothing.
+# %% jupyter={"source_hidden": true}
+# Set-up: on Colab, installs nanoserve in a minute or two. In your own clone it does nothing.
 import importlib.util, subprocess, sys
 from pathlib import Path
 
@@ -26,12 +26,10 @@ if importlib.util.find_spec("nanoserve") is None:
     source = wheels[-1].as_uri() if wheels else source
     if source is None:
         raise ModuleNotFoundError("put a nanoserve-*.whl beside this notebook, then run again")
-    print("Installing nanoserve, which takes a minute or two, from", source)
     pip = [sys.executable, "-m", "pip", "install", "-q", f"nanoserve[notebook] @ {source}"]
     done = subprocess.run(pip, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    print(done.stdout)
     if done.returncode:
-        raise RuntimeError("pip could not install nanoserve; its reason stands above.")
+        raise RuntimeError(f"pip could not install nanoserve from {source}:\n{done.stdout}")
     importlib.invalidate_caches()
 
 # %%
@@ -75,7 +73,7 @@ today.glossary("slot", "block", "pool", "allocator", "fragmentation", "double fr
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/cache.py
+# lands in nanoserve/cache.py: BLOCK_SIZE, KVCacheExhausted
 BLOCK_SIZE = 16  # slots of a block: small enough to waste little, large enough for a short table
 
 
@@ -137,7 +135,7 @@ today.check(BlockAllocator)
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/cache.py
+# lands in nanoserve/cache.py: BlockAllocator
 class BlockAllocator:
     """Hands out the blocks of a pool; each has one owner at a time, or is free.
 

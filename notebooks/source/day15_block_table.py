@@ -14,8 +14,8 @@
 # **Today** a sequence gets its map. You write the table that says in which slot of the pool a token
 # lies, and let it grow so that a refusal changes nothing.
 
-# %%
-# Set-up: installs nanoserve where it is missing (as on Colab). In your own clone it does nothing.
+# %% jupyter={"source_hidden": true}
+# Set-up: on Colab, installs nanoserve in a minute or two. In your own clone it does nothing.
 import importlib.util, subprocess, sys
 from pathlib import Path
 
@@ -26,12 +26,10 @@ if importlib.util.find_spec("nanoserve") is None:
     source = wheels[-1].as_uri() if wheels else source
     if source is None:
         raise ModuleNotFoundError("put a nanoserve-*.whl beside this notebook, then run again")
-    print("Installing nanoserve, which takes a minute or two, from", source)
     pip = [sys.executable, "-m", "pip", "install", "-q", f"nanoserve[notebook] @ {source}"]
     done = subprocess.run(pip, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    print(done.stdout)
     if done.returncode:
-        raise RuntimeError("pip could not install nanoserve; its reason stands above.")
+        raise RuntimeError(f"pip could not install nanoserve from {source}:\n{done.stdout}")
     importlib.invalidate_caches()
 
 # %%
@@ -81,7 +79,7 @@ from nanoserve.cache import BLOCK_SIZE, BlockAllocator, KVCacheExhausted
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/cache.py
+# lands in nanoserve/cache.py: BlockTable
 class BlockTable:
     """One sequence's blocks in order: where each of its positions lies in the pool."""
 
@@ -118,7 +116,7 @@ today.check(slot)
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/cache.py
+# lands in nanoserve/cache.py: BlockTable.locate, BlockTable.slot
 class BlockTable(BlockTable):
     def locate(self, position: int) -> tuple[int, int]:
         """The (block id, offset in the block) of a position. Raises ValueError past capacity."""
@@ -174,7 +172,7 @@ today.check(grow)
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/cache.py
+# lands in nanoserve/cache.py: BlockTable.grow
 class BlockTable(BlockTable):
     def grow(self, num_tokens: int) -> None:
         """Own enough blocks for num_tokens tokens in all. Raises KVCacheExhausted, unchanged."""

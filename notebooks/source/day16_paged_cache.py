@@ -15,8 +15,8 @@
 # pool that many sequences share, gather a sequence's history back in order, and the model cannot tell
 # it from the contiguous strip of Day 11.
 
-# %%
-# Set-up: installs nanoserve where it is missing (as on Colab). In your own clone it does nothing.
+# %% jupyter={"source_hidden": true}
+# Set-up: on Colab, installs nanoserve in a minute or two. In your own clone it does nothing.
 import importlib.util, subprocess, sys
 from pathlib import Path
 
@@ -27,12 +27,10 @@ if importlib.util.find_spec("nanoserve") is None:
     source = wheels[-1].as_uri() if wheels else source
     if source is None:
         raise ModuleNotFoundError("put a nanoserve-*.whl beside this notebook, then run again")
-    print("Installing nanoserve, which takes a minute or two, from", source)
     pip = [sys.executable, "-m", "pip", "install", "-q", f"nanoserve[notebook] @ {source}"]
     done = subprocess.run(pip, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    print(done.stdout)
     if done.returncode:
-        raise RuntimeError("pip could not install nanoserve; its reason stands above.")
+        raise RuntimeError(f"pip could not install nanoserve from {source}:\n{done.stdout}")
     importlib.invalidate_caches()
 
 # %%
@@ -78,7 +76,7 @@ from nanoserve.config import ModelConfig
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/cache.py
+# lands in nanoserve/cache.py: KVPool
 class KVPool:
     """The keys and values of all layers and of many sequences, in one place.
 
@@ -128,7 +126,7 @@ print("free blocks:", pool.allocator.num_free)
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/cache.py
+# lands in nanoserve/cache.py: PagedKVCache
 class PagedKVCache:
     """One sequence's view of a pool: its block table, its length and its slot mapping."""
 
@@ -149,10 +147,10 @@ class PagedKVCache:
         if end <= self._mapped:
             return
         self.table.grow(end)
-        if end > len(self._slots):  # room doubles, so that a step costs O(1)
-            room = self._slots.new_empty(max(end, 2 * len(self._slots)))
-            room[: self._mapped] = self._slots[: self._mapped]
-            self._slots = room
+        if end > len(self._slots):  # the buffer doubles, so that a step costs O(1) on average
+            longer = self._slots.new_empty(max(end, 2 * len(self._slots)))
+            longer[: self._mapped] = self._slots[: self._mapped]
+            self._slots = longer
         fresh = [self.table.slot(position) for position in range(self._mapped, end)]
         self._slots[self._mapped : end] = torch.tensor(fresh, device=self._slots.device)
         self._mapped = end
@@ -216,7 +214,7 @@ today.check(_write)
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/cache.py
+# lands in nanoserve/cache.py: PagedKVCache.append, PagedKVCache._write
 class PagedKVCache(PagedKVCache):
     def append(
         self, layer: int, k: torch.Tensor, v: torch.Tensor

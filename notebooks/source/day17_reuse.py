@@ -14,8 +14,8 @@
 # **Today** a sequence ends. You give its blocks back to the pool, so that a thousand sequences fit
 # where half a dozen would, and you fill what they leave behind with poison, so that nobody reads it unseen.
 
-# %%
-# Set-up: installs nanoserve where it is missing (as on Colab). In your own clone it does nothing.
+# %% jupyter={"source_hidden": true}
+# Set-up: on Colab, installs nanoserve in a minute or two. In your own clone it does nothing.
 import importlib.util, subprocess, sys
 from pathlib import Path
 
@@ -26,12 +26,10 @@ if importlib.util.find_spec("nanoserve") is None:
     source = wheels[-1].as_uri() if wheels else source
     if source is None:
         raise ModuleNotFoundError("put a nanoserve-*.whl beside this notebook, then run again")
-    print("Installing nanoserve, which takes a minute or two, from", source)
     pip = [sys.executable, "-m", "pip", "install", "-q", f"nanoserve[notebook] @ {source}"]
     done = subprocess.run(pip, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    print(done.stdout)
     if done.returncode:
-        raise RuntimeError("pip could not install nanoserve; its reason stands above.")
+        raise RuntimeError(f"pip could not install nanoserve from {source}:\n{done.stdout}")
     importlib.invalidate_caches()
 
 # %%
@@ -69,7 +67,7 @@ from nanoserve.cache import BlockTable, KVPool, NaiveKVCache, PagedKVCache
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/cache.py
+# lands in nanoserve/cache.py: BlockTable.free
 class BlockTable(BlockTable):
     def free(self) -> None:
         """Give every block back; a second call has nothing left to give."""
@@ -127,7 +125,7 @@ today.check(release)
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/cache.py
+# lands in nanoserve/cache.py: KVPool.release
 class KVPool(KVPool):
     def release(self, table: BlockTable) -> None:
         """Take a sequence's blocks back, and poison their slots where that was asked for."""
@@ -158,7 +156,7 @@ today.check(free)
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/cache.py
+# lands in nanoserve/cache.py: PagedKVCache.free
 class PagedKVCache(PagedKVCache):
     def free(self) -> None:
         """Give every block back and forget the sequence; may be called twice."""

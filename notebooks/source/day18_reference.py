@@ -15,8 +15,8 @@
 # then you promise never to touch it again. It is the oracle that every faster read will be held to,
 # with the distance that a faster one may keep.
 
-# %%
-# Set-up: installs nanoserve where it is missing (as on Colab). In your own clone it does nothing.
+# %% jupyter={"source_hidden": true}
+# Set-up: on Colab, installs nanoserve in a minute or two. In your own clone it does nothing.
 import importlib.util, subprocess, sys
 from pathlib import Path
 
@@ -27,12 +27,10 @@ if importlib.util.find_spec("nanoserve") is None:
     source = wheels[-1].as_uri() if wheels else source
     if source is None:
         raise ModuleNotFoundError("put a nanoserve-*.whl beside this notebook, then run again")
-    print("Installing nanoserve, which takes a minute or two, from", source)
     pip = [sys.executable, "-m", "pip", "install", "-q", f"nanoserve[notebook] @ {source}"]
     done = subprocess.run(pip, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    print(done.stdout)
     if done.returncode:
-        raise RuntimeError("pip could not install nanoserve; its reason stands above.")
+        raise RuntimeError(f"pip could not install nanoserve from {source}:\n{done.stdout}")
     importlib.invalidate_caches()
 
 # %%
@@ -126,7 +124,7 @@ today.check(paged_attention_reference)
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/kernels/reference.py
+# lands in nanoserve/kernels/reference.py: ATOL, RTOL, tolerance, paged_attention_reference
 ATOL, RTOL = 1e-5, 1e-4  # how far a float32 backend may be from the oracle
 
 

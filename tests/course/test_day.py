@@ -1,6 +1,7 @@
 """What a notebook calls: every method ends in one readable output."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -139,33 +140,65 @@ def test_a_puzzle_without_a_place_in_the_engine_is_saved_too(today, cell, work, 
     assert said(capsys).endswith("Saved.")
 
 
-def test_hints_climb_by_the_case_that_failed(today, cell, capsys):
-    today.hint()
-    assert said(capsys) == "Run the check first: a hint looks at the case that failed."
-    today.check(
-        cell("def scale_rows(x, f):\n    return x * f[:, None] if len(x) == 3 else x").scale_rows
-    )
-    said(capsys)
-    for text in (
-        "Which axis?",
-        "Rows come first.",
-        "Index with [:, None].",
-        "Index with [:, None].",
-    ):
-        today.hint()
-        assert text in said(capsys)
-    today.check(cell("def scale_rows(x, f):\n    return x").scale_rows)
+PARTLY = "def scale_rows(x, f):\n    return x * f[:, None] if len(x) == 3 else x\n"
+
+
+def hinted(today, capsys):
     said(capsys)
     today.hint()
-    assert said(capsys) == "Hint 1 of 3, for the case '3 rows of 2': Look at the shapes."
-    today.check(cell("def scale_rows(x, f):\n    return x / 2").scale_rows)
-    said(capsys)
-    today.hint()
-    assert said(capsys).startswith("Hint 1 of 3")
+    return said(capsys)
+
+
+def test_hints_climb_and_say_what_they_are_about(today, cell, capsys):
+    assert hinted(today, capsys) == "Run the check first: a hint looks at the case that failed."
+    today.check(cell(PARTLY).scale_rows)
+    first = hinted(today, capsys)
+    assert first == "Hint 1 of 3 on scale_rows, for case '2 rows of 2': Which axis?"
+    for text in ("Rows come first.", "Index with [:, None].", "Index with [:, None]."):
+        assert text in hinted(today, capsys)
     today.check(cell(RIGHT).scale_rows)
-    said(capsys)
-    today.hint()
-    assert "nothing to hint at" in said(capsys)
+    assert "nothing to hint at" in hinted(today, capsys)
+
+
+def test_a_new_answer_starts_at_the_first_hint_and_the_same_one_goes_on(today, cell, capsys):
+    today.check(cell(PARTLY).scale_rows)
+    assert hinted(today, capsys).startswith("Hint 1 of 3")
+    today.check(cell(PARTLY).scale_rows)
+    assert hinted(today, capsys).startswith("Hint 2 of 3")
+    today.check(cell(PARTLY.replace("else x", "else (x)")).scale_rows)
+    assert hinted(today, capsys).startswith("Hint 1 of 3")
+    helper = "def helper(x):\n    return x * {}\n\ndef scale_rows(x, f):\n    return helper(x)\n"
+    today.check(cell(helper.format(2)).scale_rows)
+    assert hinted(today, capsys).startswith("Hint 1 of 3")
+    today.check(cell(helper.format(3)).scale_rows)
+    assert hinted(today, capsys).startswith("Hint 1 of 3")
+
+
+def test_a_recognised_mistake_chooses_the_hints(today, toy, cell, capsys):
+    exercise = toy.day.EXERCISES[0]
+    own = replace(exercise.wrong[1], hints=("Adds?", "Times.", "x * f"))
+    toy.day.EXERCISES = (replace(exercise, wrong=(exercise.wrong[0], own)),)
+    today = day(4)
+    today.check(cell("def scale_rows(x, f):\n    return x + f[:, None]\n").scale_rows)
+    told = "Hint 1 of 3 on scale_rows, for the mistake found in the case '3 rows of 2': Adds?"
+    assert hinted(today, capsys) == told
+
+
+def test_an_answer_saved_under_a_former_name_still_counts_and_runs(toy, work, cell, capsys):
+    """The file and the progress are as the version before the rename wrote them."""
+    toy.day.EXERCISES = (replace(toy.day.EXERCISES[0], was=("times_rows",)),)
+    old = "# Day 4, times_rows: your answer, saved when it passed its check.\n\n"
+    old += "def times_rows(x, f):\n    print('the old answer')\n    return x * f[:, None]\n"
+    store.write_atomically(work / "answers/day04_times_rows.py", old)
+    progress = store.Progress.load()
+    progress.add_passed(4, "times_rows")
+    progress.save()
+    with day(4).mine():
+        assert toy.caller.engine_run(torch.ones(2, 3), torch.tensor([1.0, 2.0])) == 9.0
+    assert "the old answer" in said(capsys)
+    assert store.status()[4].passed == ("scale_rows",)
+    day(4).check(cell(old).times_rows)
+    assert "all 2 cases pass" in said(capsys)
 
 
 @pytest.mark.parametrize("answer", [3, None, "scale", len, lambda x: x, torch.ones(2)])
