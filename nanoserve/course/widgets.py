@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import Any
 
 from nanoserve.course.curriculum import PHASES
@@ -144,12 +145,21 @@ def progress_map(rows: Sequence[DayStatus]) -> tuple[str, str]:
     plain = text_table(("day", "title", "exercises", "state"), cells)
     parts = []
     for phase, name in enumerate(PHASES):
-        pills = "".join(_pill(row) for row in rows if row.info.phase == phase)
         parts.append(
-            f'<div style="margin:0.8em 0 0.2em;{QUIET}">Phase {phase} · {html.escape(name)}</div>'
-            f'<div style="display:flex;flex-wrap:wrap;gap:6px">{pills}</div>'
+            f'<div style="margin:1em 0 0;font-weight:600">Phase {phase} · {html.escape(name)}</div>'
         )
+        mine = [row for row in rows if row.info.phase == phase]
+        for week, days in groupby(mine, key=lambda row: row.info.week):
+            pills = "".join(map(_pill, days))
+            heading = f"Week {week}" if week else "First of all"
+            parts.append(
+                f'<div style="margin:0.5em 0 0.2em;{QUIET}">{heading}</div>'
+                f'<div style="display:flex;flex-wrap:wrap;gap:6px">{pills}</div>'
+            )
     return plain, "".join(parts)
+
+
+LINK = "color:var(--jp-content-link-color,#0072B2);text-decoration:underline"
 
 
 def _pill(row: DayStatus) -> str:
@@ -157,8 +167,9 @@ def _pill(row: DayStatus) -> str:
     quiet = ";opacity:0.65" if not row.out else ""
     title = f"<b>{row.info.number}</b> {html.escape(row.info.title)}"
     if row.out:
-        title = f'<a href="{row.info.notebook}" style="color:inherit">{title}</a>'
-    state = row.words + (f" · {row.count} exercises" if row.count else "")
+        title = f'<a href="{row.info.notebook}" style="{LINK}">{title}</a>'
+    exercises = "exercise" if row.total == 1 else "exercises"
+    state = row.words + (f" · {row.count} {exercises}" if row.out and row.count else "")
     return (
         f'<div style="width:11.5em;padding:0.4em 0.6em;border:1px solid {edge};'
         f"border-left:5px solid {edge};border-radius:4px;color:inherit;"

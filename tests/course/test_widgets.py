@@ -112,7 +112,7 @@ def test_the_map_shows_days_and_passed_exercises(toy, displayed):
     (bundle,) = displayed
     assert "1 of 3" in bundle["text/plain"]
     assert "1 of 3 exercises" in bundle["text/html"]
-    assert bundle["text/html"].count("<b>") == 31
+    assert bundle["text/html"].count("<b>") == 32
     assert "At the roof" in bundle["text/plain"]
 
 
