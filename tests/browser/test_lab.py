@@ -1,7 +1,6 @@
 """Day 1 in a real browser: JupyterLab opens it, runs every cell, and a widget answers."""
 
 import os
-import shutil
 import socket
 import subprocess
 import sys
