@@ -53,7 +53,8 @@ class Case:
     `raises(...)`, or a function of the solution; left out, it is what the solution does here.
     `call(answer, *args, **kwargs)` replaces the plain call: for classes, or to collect a generator.
     `compare(got, expected)` gives None or True when they agree, else a sentence (or False).
-    Inputs are copied for each run; changing them fails the case unless `mutates` is set.
+    Inputs are copied for each run; changing them fails the case unless `mutates` is set. The row
+    shows them; `inputs` is a text to show in their place, and "" shows none.
     """
 
     what: str
@@ -64,6 +65,7 @@ class Case:
     compare: Compare = exact
     call: Callable[..., Any] | None = None
     mutates: bool = False
+    inputs: str | None = None
 
 
 @dataclass(frozen=True)
