@@ -348,9 +348,10 @@ def gqa_attention(
 
 # %%
 ours = gqa_attention(x, layer, cos, sin, config)
-difference = (ours - seen["model.layers.0.self_attn"].output).abs().max()
-print(f"largest difference below 1e-5: {bool(difference < 1e-5)}")
-assert difference < 1e-5
+theirs = seen["model.layers.0.self_attn"].output
+share = float((ours - theirs).abs().max() / theirs.abs().max())
+print(f"largest difference below 1e-5 of the largest number: {share < 1e-5}")
+assert share < 1e-5
 
 # %% [markdown]
 # A gate is worth something only if it stays shut for the mistakes people make. Here the KV head of

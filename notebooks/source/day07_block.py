@@ -163,13 +163,13 @@ cos, sin = rope_tables(config, ids.shape[1])
 
 first = seen["model.layers.0"]
 difference = (block(first.input, layer_weights(0), cos, sin, config) - first.output).abs().max()
-print(f"largest difference below 1e-5: {bool(difference < 1e-5)}")
-assert difference < 1e-5
+share = float(difference / first.output.abs().max())
+print(f"largest difference below 1e-5 of the largest number: {share < 1e-5}")
+assert share < 1e-5
 
 # %% [markdown]
 # One block may agree by luck. Here are all thirty, each fed with the oracle's own input. The stream
-# grows on its way, as you will see in a moment, so the measure is relative: the largest difference
-# as a share of the largest number.
+# grows on its way, as you will see in a moment, so the measure stays relative.
 
 # %%
 worst = 0.0
@@ -177,7 +177,7 @@ for i, name in enumerate(layers):
     ours = block(seen[name].input, layer_weights(i), cos, sin, config)
     apart = (ours - seen[name].output).abs().max() / seen[name].output.abs().max()
     worst = max(worst, float(apart))
-print(f"{len(layers)} blocks, largest relative difference below 1e-6: {worst < 1e-6}")
+print(f"{len(layers)} blocks, largest relative difference below 1e-5: {worst < 1e-5}")
 
 # %% [markdown]
 # ### What a mistake would cost
@@ -297,7 +297,10 @@ fig
 # %%
 x, layer = seen["model.layers.15"].input, layer_weights(15)
 once, hundredfold = (mlp(scale * x, layer, "post_attention") for scale in (1, 100))
-print("the MLP says the same of x and of 100 x:", torch.allclose(once, hundredfold, atol=1e-3))
+print(
+    "the MLP says the same of x and of 100 x:",
+    float((once - hundredfold).abs().max() / once.abs().max()) < 1e-3,
+)
 
 # %% [markdown]
 # And the black line? That is "The", the first token, on which yesterday's attention came to rest.

@@ -720,7 +720,10 @@ print("every name keeps its values:", values_kept)
 print("nothing is stored twice:", sum(stored.values()) == bytes_per_token(config, 0, torch.float32))
 x = torch.randn(1, 1, config.hidden_size, generator=generator)
 three, one = (_qkv(x, way.layers[0]) for way in (apart, joined))
-print("one product gives what three give:", torch.allclose(one, three, atol=1e-4))
+print(
+    "one product gives what three give:",
+    float((one - three).abs().max() / three.abs().max()) < 1e-5,
+)
 
 # %% [markdown]
 # Now the time, of whole steps: one token, with no history, through all 30 layers and the head.
