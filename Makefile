@@ -78,7 +78,7 @@ screens: .venv/.dev
 	@NANOSERVE_SCREENSHOTS=diagrams/screens $(RUN) pytest -q tests/browser
 
 publish: .venv/.dev
-	@$(RUN) nanoserve.course.publish "$(REPO)"
+	@$(RUN) nanoserve.course.sync --stamp "$(REPO)"
 
 wheel: .venv/.engine
 	@$(RUN) pip wheel --quiet --no-deps --wheel-dir dist . && ls dist/nanoserve-*.whl

@@ -527,7 +527,7 @@ def _explorer(script: str = SCRIPT, step: int = 28):
     return widgets.figure_widget(
         _draw_explorer,
         script=widgets.text(script, label="what happens"),
-        step=widgets.slider(0, 60, step),
+        step=widgets.slider(0, lambda values: len(events(values["script"])), step),
         block_size=widgets.choice([2, 4, 8], 4),
     )
 
