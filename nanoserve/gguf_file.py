@@ -39,25 +39,36 @@ class BadGGUF(ValueError):
     """The file is no GGUF, is cut short, or holds something this engine does not read."""
 
 
+def check_readable(path: Path) -> None:
+    """Open a file and read a byte. Raises ValueError, naming file and reason, if that fails."""
+    try:
+        with path.open("rb") as file:
+            file.read(1)
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing") from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror or error}") from None
+
+
 def open_gguf(path: Path) -> "GGUFReader":
-    """Memory-map a GGUF file. Raises BadGGUF, naming the file, when it is not whole."""
-    if not path.is_file():
-        raise BadGGUF(f"{path} is not a file")
+    """Memory-map a GGUF file. Raises ValueError, naming file and reason, if it cannot be read, and
+    BadGGUF if it is not a whole GGUF file."""
+    check_readable(path)
     return _open(path, path.stat().st_mtime_ns)
 
 
 def close_gguf() -> None:
-    """Let go of the file opened last (Windows cannot move a file that is mapped)."""
+    """Unmap the file opened last (Windows cannot move a mapped file)."""
     _open.cache_clear()
 
 
-@lru_cache(maxsize=1)  # config, tokenizer and weights read one header, which takes seconds to parse
+@lru_cache(maxsize=1)  # config, tokenizer and weights parse the same header, which takes seconds
 def _open(path: Path, _modified: int) -> "GGUFReader":
     from gguf import GGUFReader
 
     try:
         return GGUFReader(path)
-    except Exception as error:  # the reader raises whatever the damage makes it stumble on
+    except Exception as error:  # the reader raises many kinds for a damaged file
         raise BadGGUF(f"{path} is not a whole GGUF file: {error}") from None
 
 
@@ -80,32 +91,42 @@ def gguf_config(path: Path) -> dict:
     tensors = {t.name: t for t in reader.tensors}
     if "token_embd.weight" not in tensors:
         raise BadGGUF(f"{path.name}: tensor token_embd.weight is missing")
-    n_q = need("attention.head_count")
-    head_dim = _get(reader, f"{arch}.attention.key_length") or need("embedding_length") // n_q
-    rotated = _get(reader, f"{arch}.rope.dimension_count") or head_dim
+
+    def number(key: str, default: float | None = None) -> float:
+        value = need(key) if default is None else _get(reader, f"{arch}.{key}") or default
+        if not isinstance(value, int | float):
+            raise BadGGUF(f"{path.name}: {arch}.{key} must be a number, got {value!r:.40}")
+        return value
+
+    n_q, hidden = number("attention.head_count"), number("embedding_length")
+    head_dim = number("attention.key_length", hidden // max(n_q, 1))
+    rotated = number("rope.dimension_count", head_dim)
     if rotated != head_dim:
         raise BadGGUF(f"{path.name}: RoPE of {rotated} of {head_dim} channels is not supported")
-    # llama.cpp's converter stores "llama" for Mistral too, and only Llama's own biases and window
+    # 0 means no window. llama.cpp's converter stores "llama" for Mistral, too.
+    window = _get(reader, f"{arch}.attention.sliding_window") or None
+    ends = (_get(reader, f"tokenizer.ggml.{role}_token_id") for role in ("eos", "eot", "eom"))
     config = {
         "model_type": arch,
         "vocab_size": int(tensors["token_embd.weight"].shape[1]),
-        "hidden_size": need("embedding_length"),
+        "hidden_size": hidden,
         "intermediate_size": need("feed_forward_length"),
         "num_hidden_layers": need("block_count"),
         "num_attention_heads": n_q,
         "num_key_value_heads": _get(reader, f"{arch}.attention.head_count_kv") or n_q,
         "head_dim": head_dim,
         "max_position_embeddings": need("context_length"),
-        # a float32 in the file; the shortest decimal that means the same is the one that was meant
-        "rms_norm_eps": float(f"{need('attention.layer_norm_rms_epsilon'):.6g}"),
-        "rope_theta": float(_get(reader, f"{arch}.rope.freq_base") or 10_000.0),
+        # The file stores a float32; this is the shortest decimal that rounds to it.
+        "rms_norm_eps": float(f"{number('attention.layer_norm_rms_epsilon'):.6g}"),
+        "rope_theta": float(number("rope.freq_base", 10_000.0)),
         "attention_bias": arch != "qwen2" and "blk.0.attn_q.bias" in tensors,
         "tie_word_embeddings": "output.weight" not in tensors,
-        "sliding_window": _get(reader, f"{arch}.attention.sliding_window"),
-        "use_sliding_window": _get(reader, f"{arch}.attention.sliding_window") is not None,
+        "sliding_window": window,
         "bos_token_id": _get(reader, "tokenizer.ggml.bos_token_id"),
-        "eos_token_id": _get(reader, "tokenizer.ggml.eos_token_id"),
+        "eos_token_id": _eos([i for i in ends if i is not None]),
     }
+    if arch != "llama":  # every layer from 0 on has the window, where there is one
+        config |= {"use_sliding_window": window is not None, "max_window_layers": 0}
     kind = _get(reader, f"{arch}.rope.scaling.type")
     if kind not in (None, "none"):
         config["rope_scaling"] = {"rope_type": kind}
@@ -180,6 +201,12 @@ def gguf_tokenizer(path: Path) -> tuple[str, dict]:
         json.dumps(tokenizer, ensure_ascii=False),
         {key: value for key, value in config.items() if value is not None},
     )
+
+
+def _eos(ids: list[int]) -> int | list[int] | None:
+    """The ids of end tokens, as config.json writes them: None, one id, or a list."""
+    several = list(dict.fromkeys(ids))
+    return several if len(several) > 1 else several[0] if several else None
 
 
 def _get(reader: "GGUFReader", key: str) -> Any:

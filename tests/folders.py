@@ -1,8 +1,12 @@
 """A tiny checkpoint with a tokenizer: a folder that LLM, the oracle and the command line load."""
 
+import errno
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
@@ -46,3 +50,16 @@ def write_checkpoint(
         del config["bos_token"]
     (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
     return folder
+
+
+@contextmanager
+def denied(file: Path) -> Iterator[None]:
+    """Inside, opening `file` fails as it does for a user without the right (root has all rights)."""
+
+    def opened(path: Path, *args: Any, real=Path.open, **options: Any) -> Any:
+        if path == file:
+            raise PermissionError(errno.EACCES, "Permission denied", str(file))
+        return real(path, *args, **options)
+
+    with mock.patch.object(Path, "open", opened):
+        yield

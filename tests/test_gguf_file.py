@@ -55,8 +55,8 @@ def test_an_unsupported_architecture_is_refused_by_name(arch, tmp_path):
 @pytest.mark.parametrize(
     ("metadata", "said"),
     [
-        ({"rope_scaling_type": gguf.RopeScalingType.YARN}, "RoPE type 'yarn'"),
-        ({"rope_scaling_type": gguf.RopeScalingType.LINEAR}, "RoPE type 'linear'"),
+        ({"rope_scaling_type": gguf.RopeScalingType.YARN}, "rope_type 'yarn'"),
+        ({"rope_scaling_type": gguf.RopeScalingType.LINEAR}, "rope_type 'linear'"),
         ({"sliding_window": 16}, "sliding_window 16"),
     ],
 )
@@ -105,7 +105,7 @@ def test_another_file_is_no_gguf(tmp_path):
     path.write_bytes(b"PK\x03\x04" + bytes(4096))
     with pytest.raises(BadGGUF, match=r"m\.gguf is not a whole GGUF file"):
         load_config(path)
-    with pytest.raises(BadGGUF, match=r"no\.gguf is not a file"):
+    with pytest.raises(ValueError, match=r"no\.gguf is missing"):
         load_config(tmp_path / "no.gguf")
 
 
