@@ -173,7 +173,9 @@ def fetch(quiet: bool = False) -> Path:
         with FileLock(folder.parent / ".lock"):
             if is_whole(folder):  # another process fetched it while this one waited
                 return folder
-            for stale in folder.parent.glob(".fetch-*"):  # left by a fetch that was killed; this process holds the lock
+            for stale in folder.parent.glob(
+                ".fetch-*"
+            ):  # left by a fetch that was killed; this process holds the lock
                 shutil.rmtree(stale, ignore_errors=True)
             _check_space(folder.parent)
             console.print(f"fetching SmolLM2-135M-Instruct (93 MB) into {folder.parent}, once")

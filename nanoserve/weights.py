@@ -124,7 +124,7 @@ def check_shapes(stored: dict[str, StoredTensor], expected: dict[str, tuple[int,
 
 
 def list_safetensors(folder: Path) -> dict[str, StoredTensor]:
-    """The tensors of model.safetensors, or of the shards that model.safetensors.index.json names."""
+    """The tensors of model.safetensors, or of the shards in model.safetensors.index.json."""
     from safetensors import SafetensorError, safe_open
 
     index = folder / "model.safetensors.index.json"

@@ -89,7 +89,9 @@ def test_a_missing_shard_is_named(tmp_path):
         load(tmp_path)
 
 
-@pytest.mark.parametrize("content", ["{", "{}", "[]", '{"weight_map": 3}', '{"weight_map": {"a": 3}}'])
+@pytest.mark.parametrize(
+    "content", ["{", "{}", "[]", '{"weight_map": 3}', '{"weight_map": {"a": 3}}']
+)
 def test_a_broken_index_is_named(content, tmp_path):
     save(random_model(), tmp_path, max_shard_size="30KB")
     (tmp_path / "model.safetensors.index.json").write_text(content)
