@@ -1,4 +1,4 @@
-# make lab | demo | test | sync | diagrams | publish REPO=owner/name | wheel
+# make lab | demo | test | mutants | sync | diagrams | publish REPO=owner/name | wheel
 # Another Python: make PYTHON=python3.12 lab
 
 PYTHON ?= python3
@@ -6,13 +6,14 @@ BIN := .venv/bin
 RUN := $(BIN)/python -m
 AS_ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)  # in a container
 
-.PHONY: help lab demo test sync diagrams screens publish wheel
+.PHONY: help lab demo test mutants sync diagrams screens publish wheel
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make lab       set up, fetch the model, open the course in JupyterLab"
 	@echo "make demo      set up, fetch the model, answer a question in the terminal"
 	@echo "make test      set up and run everything CI runs"
+	@echo "make mutants   run every exercise's check on mutants of right answers (about 15 minutes)"
 	@echo "make sync      bring twins, lands cells and notebooks into step"
 	@echo "make diagrams  draw the pictures again"
 	@echo "make screens   take the README's picture of JupyterLab again (needs Chromium)"
@@ -29,6 +30,9 @@ demo: .venv/.engine
 
 test: .venv/.dev
 	@$(BIN)/python tests/run_all.py
+
+mutants: .venv/.dev
+	@$(RUN) tests.mutants --report $(ARGS)
 
 sync: .venv/.dev
 	@$(RUN) nanoserve.course.sync $(ARGS)

@@ -240,10 +240,10 @@ class PagedKVCache:
         if end <= self._mapped:
             return
         self.table.grow(end)
-        if end > len(self._slots):  # room doubles, so that a step costs O(1)
-            room = self._slots.new_empty(max(end, 2 * len(self._slots)))
-            room[: self._mapped] = self._slots[: self._mapped]
-            self._slots = room
+        if end > len(self._slots):  # the buffer doubles, so that a step costs O(1) on average
+            longer = self._slots.new_empty(max(end, 2 * len(self._slots)))
+            longer[: self._mapped] = self._slots[: self._mapped]
+            self._slots = longer
         fresh = [self.table.slot(position) for position in range(self._mapped, end)]
         self._slots[self._mapped : end] = torch.tensor(fresh, device=self._slots.device)
         self._mapped = end

@@ -1,11 +1,9 @@
 """The command line: `nanoserve fetch | generate | chat | bench | course | doctor`."""
 
 import os
-import platform
 import sys
 import time
 from enum import StrEnum
-from importlib import metadata
 from pathlib import Path
 from typing import Annotated
 
@@ -160,29 +158,22 @@ def doctor() -> None:
 
 def report() -> list[tuple[str, str]]:
     """What `nanoserve doctor` prints, line by line; paths are shortened to the home folder."""
-    import torch
-
     from nanoserve import fetch
+    from nanoserve.bench.machine import machine
 
     packages = ("nanoserve", "torch", "triton", "transformers", "tokenizers", "gguf", "numpy")
+    about = machine(_best_device().split(":")[0], packages)
     folder = str(fetch.model_folder()).replace(str(Path.home()), "~")
     whole = "whole" if fetch.is_whole() else "not there or not whole: run `nanoserve fetch`"
     return [
-        ("Python", platform.python_version()),
-        ("platform", f"{platform.system()} {platform.machine()}"),
-        *((name, _version(name)) for name in packages),
+        ("platform", about["platform"]),
+        *((name, found or "not installed") for name, found in about["versions"].items()),
         ("device", _best_device()),
-        ("threads", str(torch.get_num_threads())),
+        ("driver", about["driver"] or "none"),
+        ("threads", str(about["threads"])),
         ("attention runs", _attention()),
         ("model", f"{folder} ({whole})"),
     ]
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def _best_device() -> str:
@@ -249,10 +240,10 @@ def bench_decode(
     if cache and dtype is DType.float32:  # in 16 bits a kernel's tokens may be others
         paths["paged"] = decode.paged_path(engine)
     rows = decode.decode_benchmark(paths, "transformers", prompts, tokens, rounds)
-    roof = timing.read_bandwidth()
+    bandwidth = timing.read_bandwidth()
     typer.echo(
         f"cache {'on' if cache else 'off'}, {dtype.value}, {torch.get_num_threads()} threads, "
-        f"memory read at {roof / 1e9:.1f} GB/s"
+        f"peak bandwidth {bandwidth / 1e9:.1f} GB/s"
     )
     for first in range(0, len(rows), len(paths)):
         group = {row.path: row for row in rows[first : first + len(paths)]}
@@ -260,48 +251,51 @@ def bench_decode(
         moved = decode.bytes_per_token(engine.config, theirs.context, kind)
         for row in group.values():
             line = (
-                f"{row.context:>6} tokens  {row.path:<12}  first {row.prefill * 1e3:8.1f} ms  "
-                f"then {row.decode * 1e3:8.2f} ms a token"
+                f"{row.context:>6} tokens  {row.path:<12}  first {row.ttft * 1e3:8.1f} ms  "
+                f"then {row.tpot * 1e3:8.2f} ms a token"
             )
-            rate = moved / row.decode
+            rate = moved / row.tpot
             typer.echo(
                 line
-                + (f"  {rate / 1e9:5.1f} GB/s, {rate / roof:4.0%} of the roof" if cache else "")
+                + (f"  {rate / 1e9:5.1f} GB/s, {rate / bandwidth:4.0%} of peak" if cache else "")
             )
         for name, ours in group.items():
             if ours is not theirs:
                 typer.echo(
                     f"{'':>14}{name}, speed over transformers: first token "
-                    f"{theirs.prefill / ours.prefill:.2f}, decode {theirs.decode / ours.decode:.2f}"
+                    f"{theirs.ttft / ours.ttft:.2f}, decode {theirs.tpot / ours.tpot:.2f}"
                 )
 
 
 @bench_app.command("attention")
 def bench_attention(
-    history: Annotated[
-        list[int] | None, typer.Option(help="Tokens of history; repeatable.", min=1)
+    kv_len: Annotated[
+        list[int] | None, typer.Option(help="Tokens in the cache; repeatable.", min=1)
     ] = None,
-    rounds: Annotated[int, typer.Option(help="Reads of each path; they take turns.", min=1)] = 20,
+    rounds: Annotated[
+        int, typer.Option(help="Runs of each code path; they take turns.", min=1)
+    ] = 20,
     dtype: Annotated[
-        DType | None, typer.Option(help="float32; with --cache on a card, float32 and float16.")
+        DType | None, typer.Option(help="float32; with --cache on a GPU, float32 and float16.")
     ] = None,
     csv: Annotated[Path | None, typer.Option(help="Write the rows to this file too.")] = None,
     cache: Annotated[
-        bool, typer.Option("--cache", help="Time the read that the cache runs, end to end.")
+        bool, typer.Option("--cache", help="Time paged attention as the engine calls it.")
     ] = False,
     device: Device = "cpu",
     record: Annotated[
-        bool, typer.Option("--record", help="With --cache: write notebooks/data/read_DEVICE.json.")
+        bool,
+        typer.Option("--record", help="With --cache: write notebooks/data/attention_DEVICE.json."),
     ] = False,
 ) -> None:
-    """Time one layer's read of a paged history: gathered first, and in place.
+    """Time one layer's attention over a paged cache: gather K and V first, or attend in place.
 
-    With --cache: the cache's dispatched read beside gather and reference, on a CPU or a card.
+    With --cache: the engine's own code path beside gather and reference, on a CPU or a GPU.
     """
     if cache:
         if csv is not None:
             raise ValueError("--cache writes no --csv: take --record")
-        _bench_cache(device, history, dtype, rounds, record)
+        _bench_cache(device, kv_len, dtype, rounds, record)
         return
     if record or device != "cpu":
         raise ValueError("--device and --record go with --cache")
@@ -312,29 +306,30 @@ def bench_attention(
     from nanoserve.fetch import resolve
 
     kind = dtype or DType.float32
-    roof = timing.read_bandwidth()
-    lines = ["model,path,history,seconds,bytes"]
+    bandwidth = timing.read_bandwidth()
+    lines = ["model,path,kv_len,seconds,bytes"]
     typer.echo(
-        f"{kind.value}, {torch.get_num_threads()} threads, memory read at {roof / 1e9:.1f} GB/s"
+        f"{kind.value}, {torch.get_num_threads()} threads, "
+        f"peak bandwidth {bandwidth / 1e9:.1f} GB/s"
     )
     shapes = {"SmolLM2-135M": load_config(resolve("smollm2")), "Llama-3.2-1B": attention.LLAMA_1B}
     for name, config in shapes.items():
         rows = attention.attention_benchmark(
-            config, history or (16, 64, 256, 1024, 4096), getattr(torch, kind.value), rounds
+            config, kv_len or (16, 64, 256, 1024, 4096), getattr(torch, kind.value), rounds
         )
         for row in rows:
             rate = row.bytes_per_second
             typer.echo(
-                f"{name:<13} {row.history:>6} tokens  {row.path:<7} {row.seconds * 1e6:9.1f} µs  "
-                f"{rate / 1e9:6.2f} GB/s, {rate / roof:4.0%} of the roof"
+                f"{name:<13} {row.kv_len:>6} tokens  {row.path:<7} {row.seconds * 1e6:9.1f} µs  "
+                f"{rate / 1e9:6.2f} GB/s, {rate / bandwidth:4.0%} of peak"
             )
-            lines.append(f"{name},{row.path},{row.history},{row.seconds:.9f},{row.bytes}")
+            lines.append(f"{name},{row.path},{row.kv_len},{row.seconds:.9f},{row.bytes}")
     if csv is not None:
         csv.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def _bench_cache(
-    device: str, history: list[int] | None, dtype: DType | None, rounds: int, record: bool
+    device: str, kv_len: list[int] | None, dtype: DType | None, rounds: int, record: bool
 ) -> None:
     import torch
 
@@ -343,11 +338,11 @@ def _bench_cache(
     _device(device)
     dtypes = [getattr(torch, dtype.value)] if dtype else ()
     command = " ".join(["nanoserve", *sys.argv[1:]])
-    run = runner.measure(device, history or runner.HISTORIES, dtypes, rounds, command)
+    run = runner.measure(device, kv_len or runner.KV_LENS, dtypes, rounds, command)
     for line in run.lines():
         typer.echo(line)
     if record:
-        typer.echo(f"recorded in notebooks/data/{run.save(runner.DATA).name}")
+        typer.echo(f"recorded in {run.save(runner.DATA).as_posix()}")
 
 
 @course_app.command()

@@ -25,14 +25,22 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return h.to(x.dtype).mul_(weight)
 
 
-def rope_frequencies(config: ModelConfig) -> torch.Tensor:
+def plain_frequencies(config: ModelConfig) -> torch.Tensor:
     """The angle per position of each rotated pair, in radians: float32 [head_dim / 2].
 
-    theta ** (-2i / head_dim) (Su et al. 2021, section 3.2); with Llama 3's scaling, waves longer
-    than the original context are slowed by `factor`, short ones kept, those between blended.
+    theta ** (-2i / head_dim) (Su et al. 2021, section 3.2); `config.rope_scaling` is not applied.
     """
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-    frequencies = 1.0 / config.rope_theta**exponents
+    return 1.0 / config.rope_theta**exponents
+
+
+def rope_frequencies(config: ModelConfig) -> torch.Tensor:
+    """The angle per position that the model uses: float32 [head_dim / 2].
+
+    The plain frequencies, or with Llama 3's scaling: pairs that turn often within the original
+    context keep theirs, pairs that hardly turn are slowed by `factor`, those between are blended.
+    """
+    frequencies = plain_frequencies(config)
     scaling = config.rope_scaling
     if scaling is None:
         return frequencies
@@ -113,23 +121,25 @@ def sdpa(
     )  # the heads that share keys, together
     k, v = k.flatten(0, 1), v.flatten(0, 1)  # [batch * n_kv, kv_len, head_dim]
     out = torch.empty_like(q)
-    # one tile's scores, used again by the next: fresh memory is slow to touch
-    room = q.new_empty(batch * n_q * min(query_len, QUERY_TILE) * kv_len)
+    # scores of one tile; every tile writes into the same memory, since fresh memory is slow
+    workspace = q.new_empty(batch * n_q * min(query_len, QUERY_TILE) * kv_len)
     for start in range(0, query_len, QUERY_TILE):
         tile = slice(start, min(start + QUERY_TILE, query_len))
         keys = kv_len - query_len + tile.stop
-        out[:, :, tile] = _attend(q[:, :, tile], k[:, :keys], v[:, :keys], room)
+        out[:, :, tile] = _attend(q[:, :, tile], k[:, :keys], v[:, :keys], workspace)
     return out.view(batch, n_q, query_len, head_dim)
 
 
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, workspace: torch.Tensor
+) -> torch.Tensor:
     """One tile: q [groups, n_rep, tile, head_dim], scaled; k, v [groups, keys, head_dim] -> as q.
 
-    `room` is at least groups * n_rep * tile * keys numbers to work in.
+    The scores are written into `workspace`, at least groups * n_rep * tile * keys numbers.
     """
     groups, n_rep, tile, _ = q.shape
     shape = (groups, n_rep * tile, k.shape[1])
-    scores = room[: math.prod(shape)].view(shape)
+    scores = workspace[: math.prod(shape)].view(shape)
     torch.bmm(q.flatten(1, 2), k.transpose(1, 2), out=scores)
     if tile > 1:
         future = torch.ones(tile, tile, dtype=torch.bool, device=q.device).triu_(1)

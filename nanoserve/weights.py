@@ -144,7 +144,7 @@ def list_safetensors(folder: Path) -> dict[str, StoredTensor]:
             shard = safe_open(file, framework="pt")
         except SafetensorError as error:
             raise ValueError(f"{file} is not a whole safetensors file: {error}") from None
-        for name in shard.keys():  # noqa: SIM118 (a safetensors file is no dict)
+        for name in shard.keys():  # a safetensors file is no dict
             if name.endswith("rotary_emb.inv_freq"):  # a constant in old Llama files
                 continue
             view = shard.get_slice(name)

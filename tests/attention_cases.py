@@ -1,4 +1,4 @@
-"""Reads of paged memory that every engine has to get right: cases, their tensors, the answer."""
+"""Cases of paged attention for every runtime: shapes and layouts, tensors, expected result."""
 
 from dataclasses import dataclass, replace
 from functools import cache
@@ -9,8 +9,8 @@ from nanoserve.kernels.reference import paged_attention_reference, tolerance
 
 
 @dataclass(frozen=True)
-class Read:
-    """One read, and how its tensors lie in memory. Whatever no position owns is NaN."""
+class AttentionCase:
+    """One call: its shape, and the layout of its tensors. Slots of no position hold NaN."""
 
     n_q: int = 6
     n_kv: int = 2
@@ -33,22 +33,22 @@ class Read:
 EVERYTHING = {"scale": 0.5, "integer": torch.int32, "q_transposed": True, "pools_strided": True}
 STEPS = {"decode": (1, 37), "prefill": (37, 37), "continuation": (5, 37)}  # query_len, kv_len
 SHAPES = {
-    f"{step}, {n_q}/{n_kv} heads of {head_dim}": Read(n_q, n_kv, head_dim, *positions)
+    f"{step}, {n_q}/{n_kv} heads of {head_dim}": AttentionCase(n_q, n_kv, head_dim, *positions)
     for n_q, n_kv in [(6, 2), (9, 3), (4, 1), (3, 3)]  # GQA, GQA, MQA, MHA
     for head_dim in (8, 14, 64, 80, 128)
     for step, positions in STEPS.items()
 }
 LENGTHS = {
-    f"decode at {n}": Read(9, 3, 64, 1, n, tile=64)
+    f"decode at {n}": AttentionCase(9, 3, 64, 1, n, tile=64)
     for n in (1, 2, 63, 64, 65, 128, 512, 1000, 4096, 8192)
 }
 TILES = {
-    f"{step} in tiles of {tile}": Read(9, 3, 14, *positions, tile=tile)
+    f"{step} in tiles of {tile}": AttentionCase(9, 3, 14, *positions, tile=tile)
     for tile in (16, 64, 128, 256, 512)
     for step, positions in {"decode": (1, 300), "continuation": (70, 300)}.items()
 }
 LAYOUTS = {
-    f"{step}, {what}": replace(Read(9, 3, 14, *positions), **how)
+    f"{step}, {what}": replace(AttentionCase(9, 3, 14, *positions), **how)
     for what, how in {
         "scale 0.05": {"scale": 0.05},
         "scale 1": {"scale": 1.0},
@@ -62,20 +62,24 @@ LAYOUTS = {
     for step, positions in {**STEPS, "one token": (1, 1)}.items()
 }
 HALVES = {
-    f"{str(dtype)[6:]}, {name}": replace(read, dtype=dtype)
+    f"{str(dtype)[6:]}, {name}": replace(case, dtype=dtype)
     for dtype in (torch.float16, torch.bfloat16)
-    for name, read in {
-        **{f"{step}, {d}": Read(6, 2, d, *at) for d in (14, 64, 128) for step, at in STEPS.items()},
+    for name, case in {
+        **{
+            f"{step}, {d}": AttentionCase(6, 2, d, *at)
+            for d in (14, 64, 128)
+            for step, at in STEPS.items()
+        },
         "decode at 512": LENGTHS["decode at 512"],
         "prefill, all at once": LAYOUTS["prefill, all at once"],
         "continuation, all at once": LAYOUTS["continuation, all at once"],
     }.items()
 }
 ALL = SHAPES | LENGTHS | TILES | LAYOUTS | HALVES
-# For engines that take a millisecond for every instruction: one of each kind, in few programs
+# For runtimes that take a millisecond per instruction: one case of each kind, in few programs
 BRIEF = {"decode": (1, 37), "prefill": (5, 5), "continuation": (2, 37)}
 SMALL = {
-    f"{step}, {what}": replace(Read(6, 2, 14, *positions, tile=16), **how)
+    f"{step}, {what}": replace(AttentionCase(6, 2, 14, *positions, tile=16), **how)
     for what, how in {
         "plain": {},
         "all at once": EVERYTHING,
@@ -83,7 +87,7 @@ SMALL = {
     }.items()
     for step, positions in BRIEF.items()
 } | {
-    f"continuation, {what}": replace(Read(6, 2, 14, 2, 37, tile=16), **how)
+    f"continuation, {what}": replace(AttentionCase(6, 2, 14, 2, 37, tile=16), **how)
     for what, how in {
         "16 channels": {"head_dim": 16},
         "4/1 heads": {"n_q": 4, "n_kv": 1},
@@ -97,73 +101,75 @@ SMALL = {
         "bfloat16, all at once": {"dtype": torch.bfloat16, **EVERYTHING},
     }.items()
 } | {
-    "decode, 9/3 heads of 128": Read(9, 3, 128, 1, 37, tile=16),
-    "one token": Read(6, 2, 14, 1, 1, tile=16),
-    "one head": Read(1, 1, 16, 1, 37, tile=16),
+    "decode, 9/3 heads of 128": AttentionCase(9, 3, 128, 1, 37, tile=16),
+    "one token": AttentionCase(6, 2, 14, 1, 1, tile=16),
+    "one head": AttentionCase(1, 1, 16, 1, 37, tile=16),
 }  # fmt: skip
 
 
 @cache
-def history(read: Read) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def inputs(case: AttentionCase) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q [1, n_q, query_len, head_dim]; k and v [kv_len, n_kv, head_dim], oldest position first."""
-    random = torch.Generator().manual_seed(read.kv_len)
-    q = torch.randn(1, read.n_q, read.query_len, read.head_dim, generator=random)
-    k, v = torch.randn(2, read.kv_len, read.n_kv, read.head_dim, generator=random)
-    if read.drift:  # the same direction, of length 1, in all queries and in keys by their age
-        direction = torch.full((read.head_dim,), read.head_dim**-0.5)
-        age = torch.linspace(-0.5, 0.5, read.kv_len)[:, None, None]
+    random = torch.Generator().manual_seed(case.kv_len)
+    q = torch.randn(1, case.n_q, case.query_len, case.head_dim, generator=random)
+    k, v = torch.randn(2, case.kv_len, case.n_kv, case.head_dim, generator=random)
+    if case.drift:  # the same direction, of length 1, in all queries and in keys by their age
+        direction = torch.full((case.head_dim,), case.head_dim**-0.5)
+        age = torch.linspace(-0.5, 0.5, case.kv_len)[:, None, None]
         q = q + 8 * direction
-        k = k + age * read.drift / 8 * read.head_dim**0.5 * direction
-    return q.to(read.dtype), k.to(read.dtype), v.to(read.dtype)
+        k = k + age * case.drift / 8 * case.head_dim**0.5 * direction
+    return q.to(case.dtype), k.to(case.dtype), v.to(case.dtype)
 
 
 @cache
-def answer(read: Read) -> torch.Tensor:
-    """The oracle's, where position is slot: [1, n_q, query_len, head_dim], on the CPU."""
-    every = torch.arange(read.kv_len)
-    return paged_attention_reference(*history(read), every, read.n_q // read.n_kv, read.scale)
+def expected(case: AttentionCase) -> torch.Tensor:
+    """The oracle's result, with slot = position: [1, n_q, query_len, head_dim], on the CPU."""
+    every = torch.arange(case.kv_len)
+    return paged_attention_reference(*inputs(case), every, case.n_q // case.n_kv, case.scale)
 
 
 def tensors(
-    read: Read,
+    case: AttentionCase,
     device: str = "cpu",
     empty: float = torch.nan,
     pools: tuple[torch.Tensor, torch.Tensor] | None = None,
     slots: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, float | None]:
-    """The arguments of a read: q, k_pool, v_pool, slot_mapping, n_rep, scale.
+    """The arguments of a case: q, k_pool, v_pool, slot_mapping, n_rep, scale.
 
-    The history lies in scattered slots, and the rest of the pools is `empty`; or in `slots` of
-    `pools`, whose rest stays as it is.
+    K and V lie in scattered slots of new pools whose other slots hold `empty`, or in `slots` of
+    `pools`, whose other slots keep their content.
     """
-    q, k, v = (x.to(device) for x in history(read))
+    q, k, v = (x.to(device) for x in inputs(case))
     if pools is None:
-        pools = _pools(read, 2 * read.kv_len + 5, device, empty)
+        pools = _pools(case, 2 * case.kv_len + 5, device, empty)
     if slots is None:
-        random = torch.Generator().manual_seed(read.query_len)
-        slots = torch.randperm(len(pools[0]), generator=random)[: read.kv_len]
+        random = torch.Generator().manual_seed(case.query_len)
+        slots = torch.randperm(len(pools[0]), generator=random)[: case.kv_len]
     slots = slots.to(device)
     for pool, x in zip(pools, (k, v), strict=True):
         pool[slots] = x
-    if read.q_transposed:
+    if case.q_transposed:
         q = q.transpose(1, 2).contiguous().transpose(1, 2)
-    return q, *pools, slots.to(read.integer), read.n_q // read.n_kv, read.scale
+    return q, *pools, slots.to(case.integer), case.n_q // case.n_kv, case.scale
 
 
-def _pools(read: Read, num_slots: int, device: str, empty: float) -> tuple[torch.Tensor, ...]:
+def _pools(
+    case: AttentionCase, num_slots: int, device: str, empty: float
+) -> tuple[torch.Tensor, ...]:
     """k_pool and v_pool [num_slots, n_kv, head_dim]."""
 
     def full(*shape: int) -> torch.Tensor:
-        return torch.full(shape, empty, dtype=read.dtype, device=device)
+        return torch.full(shape, empty, dtype=case.dtype, device=device)
 
-    if not read.pools_strided:
-        return tuple(full(num_slots, read.n_kv, read.head_dim) for _ in range(2))
-    k_pool = full(num_slots, read.n_kv + 2, read.head_dim + 3)[:, 1:-1, 2:-1]
-    return k_pool, full(read.n_kv, num_slots, read.head_dim).transpose(0, 1)
+    if not case.pools_strided:
+        return tuple(full(num_slots, case.n_kv, case.head_dim) for _ in range(2))
+    k_pool = full(num_slots, case.n_kv + 2, case.head_dim + 3)[:, 1:-1, 2:-1]
+    return k_pool, full(case.n_kv, num_slots, case.head_dim).transpose(0, 1)
 
 
-def assert_answers(out: torch.Tensor, read: Read) -> None:
-    """out is what the oracle gives for the read, within the tolerance of its dtype."""
-    assert (out.shape, out.dtype) == (answer(read).shape, read.dtype)
-    atol, rtol = tolerance(read.dtype)
-    torch.testing.assert_close(out.cpu(), answer(read), atol=atol, rtol=rtol)
+def assert_expected(out: torch.Tensor, case: AttentionCase) -> None:
+    """out equals the oracle's result within the tolerance of the case's dtype."""
+    assert (out.shape, out.dtype) == (expected(case).shape, case.dtype)
+    atol, rtol = tolerance(case.dtype)
+    torch.testing.assert_close(out.cpu(), expected(case), atol=atol, rtol=rtol)

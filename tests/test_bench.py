@@ -9,9 +9,9 @@ import torch
 
 from nanoserve.bench import attention, timing
 from nanoserve.bench.attention import LLAMA_1B, AttentionRow, attention_benchmark, scattered_cache
+from nanoserve.bench.correctness import WrongAnswer
 from nanoserve.bench.decode import (
     DecodeRow,
-    WrongAnswer,
     bytes_per_token,
     decode_benchmark,
     engine_path,
@@ -154,7 +154,7 @@ def test_our_path_and_the_oracles_agree_on_a_small_checkpoint(cached, tmp_path):
     assert [(row.path, row.context) for row in rows] == [
         (path, context) for context in (3, 11) for path in ("ours", "theirs", "paged")
     ]
-    assert all(row.prefill > 0 and row.decode > 0 for row in rows)
+    assert all(row.ttft > 0 and row.tpot > 0 for row in rows)
 
 
 def test_a_fault_in_the_weights_stops_the_benchmark(tmp_path):
@@ -270,10 +270,10 @@ def test_the_paths_take_turns_and_each_reads_the_next_layer_but_never_the_last(r
     assert [name for name, _ in log][2:] == ["gather", "fused"] * 5
 
 
-def test_histories_are_measured_in_order_and_for_real():
+def test_the_lengths_are_measured_in_order_and_for_real():
     rows = attention_benchmark(FOUR_LAYERS, [1, 16, 17, 130], rounds=1)
-    assert [(row.path, row.history) for row in rows] == [
-        (path, history) for history in (1, 16, 17, 130) for path in ("gather", "fused")
+    assert [(row.path, row.kv_len) for row in rows] == [
+        (path, kv_len) for kv_len in (1, 16, 17, 130) for path in ("gather", "fused")
     ]
     assert all(row.seconds > 0 for row in rows)
 
@@ -299,25 +299,25 @@ def without_writing(cache, layer, k, v, q, n_rep):
 def test_a_read_that_is_wrong_is_never_timed(broken, monkeypatch):
     clock = ScriptedClock()
     monkeypatch.setattr(PagedKVCache, "paged_attention", broken)
-    with pytest.raises(WrongAnswer, match="gather and fused differ after 37 tokens"):
+    with pytest.raises(WrongAnswer, match="gather and fused differ at 37 tokens"):
         attention_benchmark(FOUR_LAYERS, [37, 64], clock=clock)
     assert clock.readings == 0
 
 
-@pytest.mark.parametrize("history", [1, 2, 16, 17, 100])
-def test_a_scattered_cache_lies_in_every_second_block_in_descending_order(history):
-    cache, step = scattered_cache(FOUR_LAYERS, history)
-    assert cache.seq_len == history - 1
+@pytest.mark.parametrize("kv_len", [1, 2, 16, 17, 100])
+def test_a_scattered_cache_lies_in_every_second_block_in_descending_order(kv_len):
+    cache, step = scattered_cache(FOUR_LAYERS, kv_len)
+    assert cache.seq_len == kv_len - 1
     assert {name: x.shape for name, x in step.items()} == {
         "q": (1, 6, 1, 8),
         "k": (1, 2, 1, 8),
         "v": (1, 2, 1, 8),
     }
     cache.paged_attention(0, step["k"], step["v"], step["q"], 3)
-    blocks = -(-history // BLOCK_SIZE)
+    blocks = -(-kv_len // BLOCK_SIZE)
     assert cache.table.blocks == list(range(2 * blocks - 1, 0, -2))
     assert cache.pool.allocator.num_free == 0
-    assert cache.seq_len == history - 1  # so that the read can be repeated
+    assert cache.seq_len == kv_len - 1  # so that the read can be repeated
 
 
 def test_a_scattered_cache_holds_other_numbers_in_each_layer_and_the_same_each_time():
@@ -355,9 +355,9 @@ def bench_read(monkeypatch, capsys):
 def test_bench_read_shows_each_row_and_writes_it(bench_read, tmp_path):
     path = tmp_path / "read.csv"
     code, out, err = bench_read(
-        "--history",
+        "--kv-len",
         "5",
-        "--history",
+        "--kv-len",
         "20",
         "--rounds",
         "2",
@@ -368,26 +368,26 @@ def test_bench_read_shows_each_row_and_writes_it(bench_read, tmp_path):
     )
     assert (code, err) == (0, "")
     assert out.startswith("bfloat16, ")
-    assert "memory read at 2.0 GB/s" in out
+    assert "peak bandwidth 2.0 GB/s" in out
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
-    assert [(r["model"], int(r["history"]), r["path"], int(r["bytes"])) for r in rows] == [
-        (model, history, name, 2 * history * 2 * 8 * 2)
+    assert [(r["model"], int(r["kv_len"]), r["path"], int(r["bytes"])) for r in rows] == [
+        (model, kv_len, name, 2 * kv_len * 2 * 8 * 2)
         for model in ("SmolLM2-135M", "Llama-3.2-1B")
-        for history in (5, 20)
+        for kv_len in (5, 20)
         for name in ("gather", "fused")
     ]
     for row, line in zip(rows, out.splitlines()[1:], strict=True):
         seconds, rate = float(row["seconds"]), int(row["bytes"]) / float(row["seconds"])
         assert line.startswith(row["model"])
-        for text in (f" {row['history']} tokens", f" {row['path']} "):
+        for text in (f" {row['kv_len']} tokens", f" {row['path']} "):
             assert text in line
         shown = float(line.split(" µs")[0].split()[-1])
         assert shown == pytest.approx(seconds * 1e6, abs=0.06)  # the file has nanoseconds
-        assert f"{rate / 2e9:.0%} of the roof" in line
+        assert f"{rate / 2e9:.0%} of peak" in line
 
 
-def test_bench_read_measures_the_five_histories_of_the_course_and_needs_no_file(
+def test_bench_read_measures_the_five_lengths_of_the_course_and_needs_no_file(
     bench_read, monkeypatch, tmp_path
 ):
     asked = []
@@ -398,7 +398,7 @@ def test_bench_read_measures_the_five_histories_of_the_course_and_needs_no_file(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("args", [("--history", "0"), ("--rounds", "0"), ("--dtype", "int8")])
+@pytest.mark.parametrize("args", [("--kv-len", "0"), ("--rounds", "0"), ("--dtype", "int8")])
 def test_bench_read_refuses_a_bad_option_in_one_line(args, bench_read):
     code, out, err = bench_read(*args)
     assert (code, out, err.count("\n")) == (2, "", 1)
@@ -407,5 +407,5 @@ def test_bench_read_refuses_a_bad_option_in_one_line(args, bench_read):
 
 def test_bench_read_says_in_one_line_that_a_read_was_wrong(bench_read, monkeypatch):
     monkeypatch.setattr(PagedKVCache, "paged_attention", wrong_order)
-    code, _, err = bench_read("--history", "20")
-    assert (code, err) == (2, "nanoserve: gather and fused differ after 20 tokens\n")
+    code, _, err = bench_read("--kv-len", "20")
+    assert (code, err) == (2, "nanoserve: gather and fused differ at 20 tokens\n")

@@ -1,4 +1,4 @@
-"""The agreement table: every engine on the same reads, judged by the tolerance of Day 18."""
+"""The agreement table: every runtime on the same reads, judged by the tolerance of Day 18."""
 
 import json
 import os
@@ -10,23 +10,24 @@ import pytest
 import torch
 
 from nanoserve.bench import agreement as bench
-from nanoserve.bench.agreement import READS, AgreementRow, Read, agreement, draw
+from nanoserve.bench.agreement import SHAPES, AgreementRow, AttentionShape, agreement, draw
+from nanoserve.bench.machine import machine
 from nanoserve.kernels.dispatch import DTYPES, has_triton, paged_attention_tlsim
 from nanoserve.kernels.reference import ATOL, RTOL, paged_attention_reference, tolerance
 
-SMALL = Read("small", 6, 2, 8, 5, 37)
+SMALL = AttentionShape("small", 6, 2, 8, 5, 37)
 RECORDED = sorted((Path(__file__).parents[1] / "notebooks/data").glob("agreement_*.json"))
 
 
 def test_the_reads_hold_what_a_kernel_gets_wrong():
-    assert len({read.name for read in READS}) == len(READS)
-    assert any(read.query_len == 1 < read.kv_len for read in READS)  # decode
-    assert any(read.query_len == read.kv_len > 1 for read in READS)  # prefill
-    assert any(1 < read.query_len < read.kv_len for read in READS)  # continuation
-    assert any(read.head_dim & (read.head_dim - 1) for read in READS)
-    assert {1} < {read.n_q // read.n_kv for read in READS}
-    assert any(read.n_kv == 1 < read.n_q for read in READS)
-    assert max(read.kv_len for read in READS) > 512  # more than a tile, under any engine
+    assert len({shape.name for shape in SHAPES}) == len(SHAPES)
+    assert any(shape.query_len == 1 < shape.kv_len for shape in SHAPES)  # decode
+    assert any(shape.query_len == shape.kv_len > 1 for shape in SHAPES)  # prefill
+    assert any(1 < shape.query_len < shape.kv_len for shape in SHAPES)  # continuation
+    assert any(shape.head_dim & (shape.head_dim - 1) for shape in SHAPES)
+    assert {1} < {shape.n_q // shape.n_kv for shape in SHAPES}
+    assert any(shape.n_kv == 1 < shape.n_q for shape in SHAPES)
+    assert max(shape.kv_len for shape in SHAPES) > 512  # more than a tile, under any runtime
 
 
 def test_a_read_is_scattered_poisoned_and_the_same_each_time():
@@ -47,8 +48,8 @@ def test_a_read_is_scattered_poisoned_and_the_same_each_time():
 
 def test_tlsim_agrees_on_every_read():
     rows = agreement({"tlsim": paged_attention_tlsim})
-    assert [(row.read, row.dtype) for row in rows] == [
-        (read.name, str(dtype)[6:]) for dtype in DTYPES for read in READS
+    assert [(row.shape, row.dtype) for row in rows] == [
+        (shape.name, str(dtype)[6:]) for dtype in DTYPES for shape in SHAPES
     ]
     assert [row for row in rows if not row.agrees] == []
     assert 0 < max(row.largest for row in rows if row.dtype == "float32") < ATOL
@@ -59,8 +60,8 @@ def test_the_oracle_agrees_with_itself_to_the_last_bit():
         assert (row.largest, row.used, row.agrees) == (0, 0, True)
 
 
-def off_by(engine, change):
-    return lambda *args: change(engine(*args))
+def off_by(runtime, change):
+    return lambda *args: change(runtime(*args))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -69,8 +70,8 @@ def test_what_is_used_is_the_difference_over_what_the_tolerance_allows(dtype):
         out[0, 4, 3, 2] = 64.0
         return out
 
-    engines = {"64 there": off_by(paged_attention_reference, nudged)}
-    (row,) = agreement(engines, [SMALL], [dtype])
+    runtimes = {"64 there": off_by(paged_attention_reference, nudged)}
+    (row,) = agreement(runtimes, [SMALL], [dtype])
     oracle = float(paged_attention_reference(*draw(SMALL, dtype), 3)[0, 4, 3, 2])
     atol, rtol = tolerance(dtype)
     assert row.largest == pytest.approx(64 - oracle, rel=1e-6)
@@ -106,8 +107,8 @@ ROWS = [AgreementRow("decode", "float32", "tlsim", 2e-7, 0.02)]
 
 
 def run_main(monkeypatch, rows, *arguments, device="CPU"):
-    monkeypatch.setattr(bench, "agreement", lambda engines, device: rows)
-    monkeypatch.setattr(bench, "machine", lambda _: {"device": device, "triton": None})
+    monkeypatch.setattr(bench, "agreement", lambda runtimes, device: rows)
+    monkeypatch.setattr(bench, "machine", lambda _: {"device": device, "versions": {}})
     bench.main(list(arguments))
 
 
@@ -117,13 +118,13 @@ def test_it_prints_the_machine_and_the_rows(monkeypatch, capsys, tmp_path):
     printed = json.loads(capsys.readouterr().out)
     assert printed == {
         "device": "CPU",
-        "triton": None,
+        "versions": {},
         "command": "python -m nanoserve.bench.agreement",
         "rows": [
             {
-                "read": "decode",
+                "shape": "decode",
                 "dtype": "float32",
-                "engine": "tlsim",
+                "runtime": "tlsim",
                 "largest": 2e-7,
                 "used": 0.02,
             }
@@ -131,33 +132,17 @@ def test_it_prints_the_machine_and_the_rows(monkeypatch, capsys, tmp_path):
     }
 
 
-@pytest.mark.parametrize(
-    ("smi", "driver"), [("580.159.03\n580.159.03\n", "580.159.03"), ("", None), (None, None)]
-)
-def test_a_card_is_recorded_with_its_driver_where_that_can_be_asked(smi, driver, monkeypatch):
-    answer = subprocess.CompletedProcess((), 0, stdout=smi)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(bench.shutil, "which", lambda _: "nvidia-smi" if smi is not None else None)
-    monkeypatch.setattr(bench.subprocess, "run", lambda *_, **__: answer)
-    run = bench.machine(torch.device("cuda"))
-    assert (run["device"], run["driver"], run["cuda"]) == ("NVIDIA H200", driver, "13.0")
-
-
-@pytest.mark.parametrize(
-    ("device", "file"),
-    [
-        ("CPU", "agreement_cpu.json"),
-        ("NVIDIA H200", "agreement_h200.json"),
-        ("Tesla T4", "agreement_tesla_t4.json"),
-        ("NVIDIA A100-SXM4-80GB", "agreement_a100_sxm4_80gb.json"),
-    ],
-)
-def test_a_run_is_recorded_under_its_device_s_name(device, file, monkeypatch, capsys, tmp_path):
-    run_main(monkeypatch, ROWS, "--record", str(tmp_path), device=device)
+def test_a_run_is_recorded_in_the_folder_that_is_asked_for(monkeypatch, capsys, tmp_path):
+    run_main(monkeypatch, ROWS, "--record", str(tmp_path), device="NVIDIA H200")
     (path,) = tmp_path.iterdir()
-    assert path.name == file
+    assert path.name == "agreement_h200.json"
     assert json.loads(path.read_text()) == json.loads(capsys.readouterr().out)
+
+
+def test_a_folder_that_is_missing_is_one_line(monkeypatch, capsys, tmp_path):
+    with pytest.raises(SystemExit):
+        run_main(monkeypatch, ROWS, "--record", str(tmp_path / "none"))
+    assert "record at the root of a clone" in capsys.readouterr().err
 
 
 def test_a_run_that_does_not_agree_is_named_and_not_recorded(monkeypatch, capsys, tmp_path):
@@ -177,9 +162,9 @@ def test_under_triton_s_interpreter_every_engine_agrees():
     run = json.loads(done.stdout)
     assert run["device"] == "CPU"
     assert run["command"] == "TRITON_INTERPRET=1 python -m nanoserve.bench.agreement"
-    engines = {"tlsim", "interpreter"} if has_triton() else {"tlsim"}
-    assert {row["engine"] for row in run["rows"]} == engines
-    assert len(run["rows"]) == len(engines) * len(READS) * len(DTYPES)
+    runtimes = {"tlsim", "interpreter"} if has_triton() else {"tlsim"}
+    assert {row["runtime"] for row in run["rows"]} == runtimes
+    assert len(run["rows"]) == len(runtimes) * len(SHAPES) * len(DTYPES)
 
 
 # what is recorded
@@ -191,12 +176,14 @@ assert RECORDED
 def test_a_recorded_run_says_where_it_was_made_and_agrees_on_every_read(path):
     run = json.loads(path.read_text())
     assert run["command"].endswith("python -m nanoserve.bench.agreement --record")
-    assert all(run[key] for key in ("device", "platform", "python", "torch", "triton", "date"))
+    assert list(run) == [*machine("cpu"), "command", "rows"]
+    assert all(run[key] for key in ("device", "platform", "date"))
+    assert all(run["versions"][name] for name in ("python", "torch", "triton"))
     rows = [AgreementRow(**row) for row in run["rows"]]
     assert all(row.agrees for row in rows)
-    for engine in {row.engine for row in rows}:
-        reads = [(row.read, row.dtype) for row in rows if row.engine == engine]
-        assert reads == [(read.name, str(dtype)[6:]) for dtype in DTYPES for read in READS]
+    for runtime in {row.runtime for row in rows}:
+        reads = [(row.shape, row.dtype) for row in rows if row.runtime == runtime]
+        assert reads == [(shape.name, str(dtype)[6:]) for dtype in DTYPES for shape in SHAPES]
     if path.stem != "agreement_cpu":
         assert run["driver"] and run["cuda"]
-        assert {row.engine for row in rows} == {"tlsim", "compiled"}
+        assert {row.runtime for row in rows} == {"tlsim", "compiled"}

@@ -541,10 +541,10 @@ def test_between_moves_old_entries_are_not_written_again():
     assert cache.slot_mapping.tolist() == [7] * 21 + [cache.table.slot(p) for p in (21, 22, 23)]
 
 
-@pytest.mark.parametrize("history", [10, 100, 3000])
-def test_the_work_of_a_step_does_not_grow_with_the_history(history, monkeypatch):
-    cache = PagedKVCache(small_pool(-(-2 * history // 4) + 3, 4))
-    step(cache, *both_layers(history, seed=0))
+@pytest.mark.parametrize("kv_len", [10, 100, 3000])
+def test_the_work_of_a_step_does_not_grow_with_the_length(kv_len, monkeypatch):
+    cache = PagedKVCache(small_pool(-(-2 * kv_len // 4) + 3, 4))
+    step(cache, *both_layers(kv_len, seed=0))
     step(cache, *both_layers(1, seed=1))  # makes room
     asked, slot = [], BlockTable.slot
     monkeypatch.setattr(
@@ -557,7 +557,7 @@ def test_the_work_of_a_step_does_not_grow_with_the_history(history, monkeypatch)
             cache._write(0, k[0], v[0])
             cache._write(1, k[1], v[1])
         counted.append(written.integers)
-    assert asked == [history + 1 + turn for turn in range(4)]  # each new position once, in layer 0
+    assert asked == [kv_len + 1 + turn for turn in range(4)]  # each new position once, in layer 0
     assert max(counted) <= 8
 
 

@@ -135,9 +135,9 @@ def test_a_fault_of_our_own_keeps_its_traceback(run, monkeypatch):
         (["chat"], ["--model", "--dtype", "--device", "--max-tokens", "Ctrl-C"]),
         (["fetch"], ["SmolLM2", "93 MB"]),
         (["doctor"], ["bug report"]),
-        (["bench"], ["decode", "read"]),
+        (["bench"], ["decode", "attention"]),
         (["bench", "decode"], ["--context", "--rounds", "--no-cache"]),
-        (["bench", "read"], ["--history", "--rounds", "--csv"]),
+        (["bench", "attention"], ["--kv-len", "--rounds", "--csv"]),
         (["course"], ["start", "reset", "status"]),
         (["course", "reset"], ["day"]),
     ],
@@ -312,7 +312,7 @@ def test_doctor_prints_what_a_bug_report_needs(run):
     code, out, err = run("doctor")
     assert (code, err) == (0, "")
     rows = {line[:16].strip(): line[17:] for line in out.splitlines()}
-    assert rows["Python"] == ".".join(map(str, sys.version_info[:3]))
+    assert rows["python"] == ".".join(map(str, sys.version_info[:3]))
     assert torch.__version__.startswith(rows["torch"])  # pip leaves "+cu130" out of its own
     for package in ("nanoserve", "triton", "transformers", "tokenizers", "gguf", "numpy"):
         assert re.match(r"\d+\.\d+|not installed$", rows[package]), package
@@ -326,7 +326,7 @@ def test_doctor_prints_what_a_bug_report_needs(run):
 
 def test_doctor_works_where_there_is_nothing(run, monkeypatch, tmp_path):
     monkeypatch.setenv("NANOSERVE_CACHE", str(tmp_path / "none"))
-    monkeypatch.setattr("nanoserve.cli.metadata.version", _missing)
+    monkeypatch.setattr("nanoserve.bench.machine.metadata.version", _missing)
     code, out, err = run("doctor")
     assert (code, err) == (0, "")
     assert "not there or not whole: run `nanoserve fetch`" in out
@@ -342,7 +342,7 @@ def best_device() -> str:
 @pytest.mark.parametrize(
     ("device", "reason", "line"),
     [
-        ("cpu", "it is no CUDA card", "under tlsim on cpu, not triton: it is no CUDA card"),
+        ("cpu", "it is not a CUDA GPU", "under tlsim on cpu, not triton: it is not a CUDA GPU"),
         ("cuda: V100, capability 7.0", "too old", "under tlsim on cuda, not triton: too old"),
         ("cuda: H200, capability 9.0", None, "under triton on cuda"),
     ],
@@ -391,12 +391,12 @@ def test_bench_decode_prints_times_and_ratios(cached, run, tiny, monkeypatch):
     each = 2 * len(names) - 1  # a line for each path, and a ratio for each of ours
     assert (code, len(lines)) == (0, 1 + 2 * each)
     assert lines[0].startswith(f"cache {'on' if cached else 'off'}, float32, ")
-    assert lines[0].endswith("memory read at 10.0 GB/s")
+    assert lines[0].endswith("peak bandwidth 10.0 GB/s")
     for context, group in {"5": lines[1 : 1 + each], "20": lines[1 + each :]}.items():
         timed, ratios = group[: len(names)], group[len(names) :]
         for line, name in zip(timed, names, strict=True):
             assert re.match(rf" +{context} tokens  {name} +first +[\d.]+ ms  then +[\d.]+ ms", line)
-            assert ("of the roof" in line) == cached
+            assert ("of peak" in line) == cached
         theirs = timed.pop(1)
         for ours, ratio in zip(timed, ratios, strict=True):
             shown = re.fullmatch(

@@ -1,4 +1,4 @@
-"""The kernel compiled for cards that are not here: a T4, an A100, an H100, a B200."""
+"""The kernel compiled for GPUs that are not here: a T4, an A100, an H100, a B200."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from triton.runtime.jit import mangle_type
 
 from nanoserve.kernels.dispatch import launch
 from nanoserve.kernels.paged_attention import paged_attention_kernel
-from tests.attention_cases import Read, tensors
+from tests.attention_cases import AttentionCase, tensors
 
 CARDS = (75, 80, 90, 100)  # T4, A100, H100, B200
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -30,10 +30,10 @@ class Recorder:
         self.given = dict(zip(names, args, strict=True)) | meta
 
 
-def compiled(read: Read, capability: int) -> tuple[Any, dict[str, Any]]:
+def compiled(case: AttentionCase, capability: int) -> tuple[Any, dict[str, Any]]:
     """The kernel as the launcher would have it compiled for a read, and what it would be given."""
     recorder = Recorder()
-    launch(recorder, *tensors(read))
+    launch(recorder, *tensors(case))
     given, parameters = recorder.given, paged_attention_kernel.params
     assert list(given) == [p.name for p in parameters]
     ones = {name for name, x in given.items() if type(x) is int and x == 1}  # made constants
@@ -54,7 +54,7 @@ def compiled(read: Read, capability: int) -> tuple[Any, dict[str, Any]]:
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize(("capability", "dtype"), TYPES)
 def test_it_compiles_for_every_card_and_fits_there(capability, dtype, head_dim):
-    kernel, given = compiled(Read(32, 8, head_dim, 5, 37, dtype=dtype), capability)
+    kernel, given = compiled(AttentionCase(32, 8, head_dim, 5, 37, dtype=dtype), capability)
     assert kernel.asm["cubin"]
     assert kernel.metadata.target.arch == capability
     assert kernel.metadata.shared <= 16 * KIB  # a T4 has 64 KiB for a block of threads
@@ -66,7 +66,7 @@ def test_it_compiles_for_every_card_and_fits_there(capability, dtype, head_dim):
 
 
 def test_every_integer_that_may_be_1_may_be_a_constant():
-    kernel, given = compiled(Read(1, 1, 16, 1, 1), 75)
+    kernel, given = compiled(AttentionCase(1, 1, 16, 1, 1), 75)
     ones = [name for name, x in given.items() if type(x) is int and x == 1]
     assert ones == ["query_len", "kv_len", "N_REP"]
     assert kernel.asm["cubin"]

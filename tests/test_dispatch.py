@@ -18,7 +18,7 @@ from nanoserve.kernels.dispatch import (
     use_backend,
 )
 from nanoserve.kernels.reference import paged_attention_reference
-from tests.attention_cases import LAYOUTS, Read, assert_answers, tensors
+from tests.attention_cases import LAYOUTS, AttentionCase, assert_expected, tensors
 
 CARDS = {(7, 0): "Tesla V100", (7, 5): "Tesla T4", (9, 0): "NVIDIA H200", (10, 0): "NVIDIA B200"}
 
@@ -32,7 +32,7 @@ def nobody_has_chosen(monkeypatch):
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Make this process believe in a card of some capability, or in a missing Triton."""
+    """Make this process believe in a GPU of some capability, or in a missing Triton."""
 
     def believe(capability: tuple[int, int] = (9, 0), triton: bool = True) -> None:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
@@ -151,8 +151,8 @@ def test_an_unknown_backend_is_refused_with_those_there_are(name, monkeypatch):
 @pytest.mark.parametrize(
     ("device", "capability", "triton", "why"),
     [
-        ("cpu", (9, 0), True, "it is no CUDA card, and TRITON_INTERPRET=1 was not set before"),
-        ("mps", (9, 0), True, "it is no CUDA card"),
+        ("cpu", (9, 0), True, "it is not a CUDA GPU, and TRITON_INTERPRET=1 was not set before"),
+        ("mps", (9, 0), True, "it is not a CUDA GPU"),
         ("cuda", (7, 0), True, "its compute capability is 7.0, and Triton needs 7.5"),
         ("cuda", (9, 0), False, "Triton cannot be imported"),
         ("cpu", (9, 0), False, "Triton cannot be imported"),
@@ -167,7 +167,7 @@ def test_an_override_that_cannot_run_says_why(device, capability, triton, why, m
 
 def test_triton_where_it_cannot_run_is_refused_by_the_read_too():
     with use_backend("triton"), pytest.raises(ValueError, match='"triton" cannot run on cpu'):
-        paged_attention_dispatch(*tensors(Read()))
+        paged_attention_dispatch(*tensors(AttentionCase()))
 
 
 # ------------------------------------------------------------------------------ what is called
@@ -184,7 +184,7 @@ def test_the_chosen_backend_alone_is_called_and_its_result_is_handed_back(backen
 
         monkeypatch.setattr(dispatch, f"paged_attention_{name}", spy)
     monkeypatch.setattr(dispatch, "select_backend", lambda device: asked.append(device) or backend)
-    asked, inputs = [], tensors(Read(scale=0.5))
+    asked, inputs = [], tensors(AttentionCase(scale=0.5))
     assert paged_attention_dispatch(*inputs) is results[backend]
     [(name, args)] = calls
     assert name == backend
@@ -194,9 +194,9 @@ def test_the_chosen_backend_alone_is_called_and_its_result_is_handed_back(backen
 
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if "all at once" in name])
 def test_the_cpus_read_is_the_oracles_by_tlsim_and_its_bits_by_the_oracle(name):
-    read = LAYOUTS[name]
-    inputs = tensors(read)
-    assert_answers(paged_attention_dispatch(*inputs), read)
+    case = LAYOUTS[name]
+    inputs = tensors(case)
+    assert_expected(paged_attention_dispatch(*inputs), case)
     assert torch.equal(paged_attention_dispatch(*inputs), paged_attention_tlsim(*inputs))
     with use_backend("reference"):
         out = paged_attention_dispatch(*inputs)
@@ -262,7 +262,7 @@ REFUSED = {  # what is changed in the arguments, and all that the error must say
 def with_changes(**changes):
     """The arguments of a decode of 6/2 heads of 8 at 37 positions in 79 slots, some replaced."""
     names = ("q", "k_pool", "v_pool", "slots", "n_rep", "scale")
-    given = dict(zip(names, tensors(Read()), strict=True))
+    given = dict(zip(names, tensors(AttentionCase()), strict=True))
     assert changes.keys() <= given.keys()
     return tuple((given | changes).values())
 
@@ -272,27 +272,27 @@ def with_changes(**changes):
 def test_what_a_kernel_would_misread_is_refused_by_name(what, how, monkeypatch):
     changes, says = REFUSED[what]
     monkeypatch.setattr(dispatch, "launch", lambda *args: pytest.fail("launched"))
-    reads = {
+    calls = {
         "tlsim": paged_attention_tlsim,
         "triton": paged_attention_triton,
         "dispatch": paged_attention_dispatch,
         "reference": use_backend("reference")(paged_attention_dispatch),
     }
     with pytest.raises(ValueError) as refusal:
-        reads[how](*with_changes(**changes))
+        calls[how](*with_changes(**changes))
     assert all(part in str(refusal.value) for part in says), str(refusal.value)
 
 
 def test_what_may_be_given_passes():
-    for read in LAYOUTS.values():
-        check_attention(*tensors(read)[:5])
+    for case in LAYOUTS.values():
+        check_attention(*tensors(case)[:5])
     check_attention(*with_changes(slots=torch.arange(42, 79))[:5])  # to the last slot
 
 
 def test_slots_are_read_on_the_cpu_alone_unless_asked_for(monkeypatch):
     elsewhere = [
-        x.to("meta") if isinstance(x, torch.Tensor) else x for x in tensors(Read())[:5]
-    ]  # stands for a card: nothing on it can be read
+        x.to("meta") if isinstance(x, torch.Tensor) else x for x in tensors(AttentionCase())[:5]
+    ]  # stands for a GPU: nothing on it can be read
     check_attention(*elsewhere)
     beyond = with_changes(slots=torch.arange(37) + 43)[:5]
     check_attention(*beyond, check_slots=False)

@@ -8,49 +8,60 @@ import torch
 
 from nanoserve.kernels import paged_attention, tlsim
 from nanoserve.kernels.dispatch import launch, paged_attention_tlsim
-from tests.attention_cases import ALL, LAYOUTS, SMALL, Read, answer, assert_answers, tensors
+from tests.attention_cases import (
+    ALL,
+    LAYOUTS,
+    SMALL,
+    AttentionCase,
+    assert_expected,
+    expected,
+    tensors,
+)
 
 SOURCE = Path(paged_attention.__file__)
 KERNEL = tlsim.jit(paged_attention.paged_attention_kernel)
 
 
-def of(reads: dict[str, Read]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("read", reads.values(), ids=reads)
+def of(cases: dict[str, AttentionCase]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("case", cases.values(), ids=cases)
 
 
 @of(ALL)
-def test_in_lockstep_no_lane_leaves_its_buffer_or_reads_a_slot_nobody_owns(read):
+def test_in_lockstep_no_lane_leaves_its_buffer_or_reads_a_slot_nobody_owns(case):
     with tlsim.options(poison=True):
-        assert_answers(launch(KERNEL, *tensors(read), tile=read.tile), read)
+        assert_expected(launch(KERNEL, *tensors(case), tile=case.tile), case)
 
 
 @of(SMALL)
-def test_one_program_after_another_in_any_order(read):
+def test_one_program_after_another_in_any_order(case):
     for seed in range(2):
         with tlsim.options(order="serial", poison=True, seed=seed):
-            assert_answers(launch(KERNEL, *tensors(read), tile=read.tile), read)
+            assert_expected(launch(KERNEL, *tensors(case), tile=case.tile), case)
 
 
 @of(ALL)
-def test_the_shipped_read(read):
-    assert_answers(paged_attention_tlsim(*tensors(read)), read)
+def test_the_shipped_read(case):
+    assert_expected(paged_attention_tlsim(*tensors(case)), case)
 
 
 @of(LAYOUTS)
-def test_what_lies_in_other_slots_changes_no_bit(read):
-    outs = [paged_attention_tlsim(*tensors(read, empty=empty)) for empty in (torch.nan, 0.0, 1e30)]
+def test_what_lies_in_other_slots_changes_no_bit(case):
+    outs = [paged_attention_tlsim(*tensors(case, empty=empty)) for empty in (torch.nan, 0.0, 1e30)]
     assert torch.equal(outs[0], outs[1])
     assert torch.equal(outs[0], outs[2])
 
 
 def test_the_answers_of_different_reads_differ():
     """Or a comparison could pass that compares nothing."""
-    read = Read(6, 2, 14, 5, 37)
-    changed = [Read(6, 2, 14, 5, 37, scale=0.5), Read(6, 2, 14, 5, 37, drift=240.0)]
+    case = AttentionCase(6, 2, 14, 5, 37)
+    changed = [
+        AttentionCase(6, 2, 14, 5, 37, scale=0.5),
+        AttentionCase(6, 2, 14, 5, 37, drift=240.0),
+    ]
     for other in changed:
-        assert (answer(read) - answer(other)).abs().max() > 0.01
+        assert (expected(case) - expected(other)).abs().max() > 0.01
     with pytest.raises(AssertionError):
-        assert_answers(answer(read) + 3e-4, read)
+        assert_expected(expected(case) + 3e-4, case)
 
 
 @pytest.fixture
@@ -63,14 +74,14 @@ def past_32_bits() -> tuple[torch.Tensor, torch.Tensor]:
     return both[:, 0], both[:, 1]
 
 
-FAR = Read(6, 2, 128, 2, 37, dtype=torch.float16, integer=torch.int32)
+FAR = AttentionCase(6, 2, 128, 2, 37, dtype=torch.float16, integer=torch.int32)
 FAR_SLOTS = (1 << 22) + torch.arange(100).flip(0)[:37]
 
 
 def test_slots_beyond_what_32_bits_can_count(past_32_bits):
     inputs = tensors(FAR, pools=past_32_bits, slots=FAR_SLOTS)
-    assert_answers(launch(KERNEL, *inputs), FAR)
-    assert_answers(paged_attention_tlsim(*inputs), FAR)
+    assert_expected(launch(KERNEL, *inputs), FAR)
+    assert_expected(paged_attention_tlsim(*inputs), FAR)
 
 
 FAULTS = {
@@ -112,11 +123,11 @@ def faulty(tmp_path: Path, old: str, new: str) -> tlsim.launch.Kernel:
     return tlsim.jit(module.paged_attention_kernel)
 
 
-def wrong(kernel: tlsim.launch.Kernel, read: Read) -> bool:
+def wrong(kernel: tlsim.launch.Kernel, case: AttentionCase) -> bool:
     """Whether a read shows that the kernel is wrong, by its answer or by tlsim's checks."""
     try:
         with tlsim.options(poison=True):
-            assert_answers(launch(kernel, *tensors(read), tile=read.tile), read)
+            assert_expected(launch(kernel, *tensors(case), tile=case.tile), case)
     except AssertionError:
         return True
     except tlsim.KernelError as error:
@@ -127,7 +138,7 @@ def wrong(kernel: tlsim.launch.Kernel, read: Read) -> bool:
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_wrong_kernel_fails_these_reads(fault, tmp_path):
     kernel = faulty(tmp_path, *FAULTS[fault])
-    assert any(wrong(kernel, read) for read in SMALL.values())
+    assert any(wrong(kernel, case) for case in SMALL.values())
 
 
 def test_a_kernel_that_counts_slots_in_32_bits_is_caught(past_32_bits, tmp_path):
@@ -147,6 +158,6 @@ def test_a_kernel_that_counts_slots_in_32_bits_is_caught(past_32_bits, tmp_path)
     }.items(),
 )
 def test_tlsim_says_what_is_wrong(fault, says, tmp_path):
-    read = SMALL["prefill, plain"]
+    case = SMALL["prefill, plain"]
     with pytest.raises(tlsim.KernelError, match=says), tlsim.options(poison=True):
-        launch(faulty(tmp_path, *FAULTS[fault]), *tensors(read), tile=read.tile)
+        launch(faulty(tmp_path, *FAULTS[fault]), *tensors(case), tile=case.tile)

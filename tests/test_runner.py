@@ -9,8 +9,9 @@ import torch
 
 from nanoserve.bench import runner
 from nanoserve.bench.attention import LLAMA_1B, AttentionRow, scattered_cache
-from nanoserve.bench.decode import WrongAnswer
-from nanoserve.bench.runner import RecordedRun, Sweep, attention_paths, cache_benchmark, gate
+from nanoserve.bench.correctness import WrongAnswer
+from nanoserve.bench.machine import machine
+from nanoserve.bench.runner import RecordedRun, Sweep, attention_paths, cache_benchmark, check_paths
 from nanoserve.bench.scaling import fit_scaling
 from nanoserve.cache import PagedKVCache
 from nanoserve.cli import main
@@ -29,27 +30,27 @@ def few_layers(monkeypatch):
     monkeypatch.setattr(runner, "ROTATED", 1)
 
 
-def contiguous(cache, layer, history, x):
-    """[1, n_kv, history, d]: what a layer holds, token after token, with this step's behind."""
+def contiguous(cache, layer, kv_len, x):
+    """[1, n_kv, kv_len, d]: what a layer holds, token after token, with this step's behind."""
     pool, new = x
-    held = [pool[layer, cache.table.slot(p)] for p in range(history - 1)]
+    held = [pool[layer, cache.table.slot(p)] for p in range(kv_len - 1)]
     return torch.stack([*held, new[0, :, 0]], dim=1)[None]
 
 
-@pytest.mark.parametrize("history", [1, 2, 16, 17, 37, 130])
+@pytest.mark.parametrize("kv_len", [1, 2, 16, 17, 37, 130])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_all_three_paths_attend_to_the_whole_history_and_the_new_token(history, dtype):
-    cache, step = scattered_cache(SMALL, history, dtype)
+def test_all_three_paths_attend_to_the_whole_history_and_the_new_token(kv_len, dtype):
+    cache, step = scattered_cache(SMALL, kv_len, dtype)
     paths = attention_paths(cache, step, 3)
     assert list(paths) == ["dispatched", "gather", "reference"]
     atol, rtol = tolerance(dtype)
     for layer in (0, 2):
-        k = contiguous(cache, layer, history, (cache.pool.k, step["k"]))
-        v = contiguous(cache, layer, history, (cache.pool.v, step["v"]))
+        k = contiguous(cache, layer, kv_len, (cache.pool.k, step["k"]))
+        v = contiguous(cache, layer, kv_len, (cache.pool.v, step["v"]))
         for path, read in paths.items():
             out = read(layer)
             assert torch.allclose(out, sdpa(step["q"], k, v), atol=atol, rtol=rtol), path
-    assert cache.seq_len == history - 1  # the step can be repeated
+    assert cache.seq_len == kv_len - 1  # the step can be repeated
 
 
 @pytest.mark.parametrize("path", ["dispatched", "gather", "reference"])
@@ -112,7 +113,7 @@ FAULTS = [
 def test_a_read_that_the_oracle_does_not_confirm_is_never_timed(fault, monkeypatch):
     clock = ScriptedClock()
     monkeypatch.setattr(PagedKVCache, "paged_attention", fault)
-    with pytest.raises(WrongAnswer, match="dispatched is not what the reference gives after 37"):
+    with pytest.raises(WrongAnswer, match="dispatched differs from the reference at 37"):
         cache_benchmark(SMALL, [37], clock=clock)
     assert clock.readings == 0
 
@@ -124,9 +125,9 @@ def test_the_gate_lets_pass_what_is_within_the_tolerance_of_its_dtype():
             "near": lambda layer, d=dtype, o=off: (exact + o).to(d),
             "reference": lambda layer, d=dtype: exact.to(d),
         }
-        gate(read, [0])
-    with pytest.raises(WrongAnswer, match="near is not"):
-        gate({"near": lambda i: exact + 1e-3, "reference": lambda i: exact}, [0])
+        check_paths(read, [0])
+    with pytest.raises(WrongAnswer, match="near differs"):
+        check_paths({"near": lambda i: exact + 1e-3, "reference": lambda i: exact}, [0])
 
 
 @pytest.fixture
@@ -149,7 +150,7 @@ def test_the_rows_are_medians_and_the_bytes_of_one_layers_history(reads):
     rows = cache_benchmark(SMALL, [37], torch.float16, rounds=3, clock=clock)
     moved = 2 * 37 * 2 * 8 * 2  # k and v, tokens, KV heads, head_dim, bytes
     assert rows[0] == AttentionRow("dispatched", 37, 6, moved)
-    assert [(r.path, r.history, r.bytes) for r in rows] == [
+    assert [(r.path, r.kv_len, r.bytes) for r in rows] == [
         (path, 37, moved) for path in ("dispatched", "gather", "reference")
     ]
     assert log == [0, 3, 0, 1, 2, 3, 0]  # the gate: the first and the last; then each in turn
@@ -183,7 +184,7 @@ def test_a_burst_on_a_card_is_a_steps_reads_and_its_time_is_shared(monkeypatch):
     monkeypatch.setattr(PagedKVCache, "paged_attention", scripted)
     rows = cache_benchmark(SMALL, [37], device="card", rounds=1, clock=clock)
     assert rows[0].seconds == 2
-    assert len(calls) == 2 + 3 * SMALL.num_layers  # the gate, two warm-ups, one round
+    assert len(calls) == 2 + 3 * SMALL.num_layers  # the check_paths, two warm-ups, one round
 
 
 def test_a_cards_clock_waits_for_it_before_it_is_read(monkeypatch):
@@ -200,7 +201,7 @@ def test_the_shapes_are_the_models_own(smollm2_config):
     for name in ("num_layers", "n_q", "n_kv", "head_dim"):
         assert getattr(ours, name) == getattr(smollm2_config, name)
     assert runner.MODELS["Llama-3.2-1B"] is LLAMA_1B
-    assert runner.HISTORIES == (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+    assert runner.KV_LENS == (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 @pytest.fixture
@@ -209,6 +210,12 @@ def smollm2_config():
     from nanoserve.fetch import resolve
 
     return load_config(resolve("smollm2"))
+
+
+H200 = {
+    "device": "NVIDIA H200", "driver": "580.1", "cuda": "13.0", "platform": "Linux x86_64",
+    "threads": 8, "versions": {"torch": "2.11"}, "date": "2026-11-29",
+}  # fmt: skip
 
 
 def a_run(**changes) -> RecordedRun:
@@ -220,34 +227,20 @@ def a_run(**changes) -> RecordedRun:
     fit = fit_scaling([64, 128, 256], [64e-6, 128e-6, 256e-6])
     return replace(
         RecordedRun(
-            "NVIDIA H200", "580.1", "triton", {"torch": "2.11"}, "2026-11-29", "a command", 4e12,
+            H200, "a command", "triton", 4e12,
             [Sweep("Llama-3.2-1B", "float16", rows, {"dispatched": fit})],
         ),
         **changes,
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("device", "file"),
-    [
-        ("NVIDIA H200", "attention_h200.json"),
-        ("NVIDIA A100-SXM4-80GB", "attention_a100_sxm4_80gb.json"),
-        ("Tesla T4", "attention_tesla_t4.json"),
-        ("CPU, x86_64, 2 threads", "attention_cpu.json"),
-    ],
-)
-def test_a_record_is_named_for_its_device(device, file, tmp_path):
-    assert a_run(device=device).save(tmp_path) == tmp_path / file
-
-
 def test_a_record_can_be_read_back_whole(tmp_path):
     run = a_run()
-    found = json.loads(run.save(tmp_path).read_text(encoding="utf-8"))
-    assert {k: v for k, v in found.items() if k != "sweeps"} == {
-        "device": "NVIDIA H200", "driver": "580.1", "backend": "triton",
-        "versions": {"torch": "2.11"}, "date": "2026-11-29", "command": "a command", "roof": 4e12,
-    }  # fmt: skip
-    [sweep] = found["sweeps"]
+    path = run.save(tmp_path)
+    assert path == tmp_path / "attention_h200.json"
+    found = json.loads(path.read_text(encoding="utf-8"))
+    [sweep] = found.pop("sweeps")
+    assert found == H200 | {"command": "a command", "backend": "triton", "bandwidth": 4e12}
     assert [AttentionRow(**row) for row in sweep["rows"]] == run.sweeps[0].rows
     assert sweep["fits"]["dispatched"]["exponent"] == pytest.approx(1)
 
@@ -257,14 +250,17 @@ def test_there_is_nothing_to_record_into_outside_a_clone(tmp_path):
         a_run().save(tmp_path / "data")
 
 
-def test_each_line_has_the_time_the_rate_and_the_share_of_the_roof():
+def test_each_line_has_the_time_the_rate_and_the_share_of_the_peak_bandwidth():
     lines = list(a_run().lines())
-    assert lines[0] == "NVIDIA H200, driver 580.1, torch 2.11, 2026-11-29"
-    assert "backend triton, memory read at 4000.0 GB/s" in lines[1]
+    assert lines[0] == "NVIDIA H200, Linux x86_64, driver 580.1, torch 2.11, 2026-11-29"
+    on_a_cpu = a_run(machine=H200 | {"device": "CPU", "driver": None, "cuda": None})
+    assert next(on_a_cpu.lines()) == "CPU, Linux x86_64, 8 threads, torch 2.11, 2026-11-29"
+    assert "backend triton, peak bandwidth 4000.0 GB/s" in lines[1]
     words = [" ".join(line.split()) for line in (lines[2], lines[-1])]
     assert words == [
-        "Llama-3.2-1B float16 64 tokens dispatched 64.0 µs 1.00 GB/s, 0.0% of the roof",
-        "dispatched linear, exponent 1.00, within a factor of 1.00; 1000.00 ns a token at the end",
+        "Llama-3.2-1B float16 64 tokens dispatched 64.0 µs 1.00 GB/s, 0.0% of peak",
+        "dispatched linear, exponent 1.00, within a factor of 1.00; 1000.00 ns per token at the "
+        "longest length",
     ]
 
 
@@ -275,18 +271,18 @@ def test_measure_takes_both_shapes_in_the_dtypes_asked_for(monkeypatch):
     assert [(s.model, s.dtype) for s in run.sweeps] == [
         (model, dtype) for model in "ab" for dtype in ("float32", "float16")
     ]
-    assert {(r.path, r.history) for r in run.sweeps[0].rows} == {
+    assert {(r.path, r.kv_len) for r in run.sweeps[0].rows} == {
         (path, n) for path in ("dispatched", "gather", "reference") for n in (16, 20, 37)
     }
     assert set(run.sweeps[0].fits) == {"dispatched", "gather", "reference"}
-    assert (run.roof, run.command, run.driver, run.backend) == (2e9, "as asked", "none", "tlsim")
-    assert set(run.versions) == {"python", "torch", "triton"}
+    assert (run.bandwidth, run.command, run.backend) == (2e9, "as asked", "tlsim")
+    assert run.machine == machine("cpu")
     assert runner.measure("cpu", (16, 20), rounds=1).sweeps[0].fits == {}
 
 
 @pytest.mark.parametrize("args", [("mps",), ("cpu", (64, 0)), ("cpu", (64,), (), 0)])
 def test_measure_refuses_what_it_cannot_time(args):
-    with pytest.raises(ValueError, match=r"no clock here|at least 1"):
+    with pytest.raises(ValueError, match=r"cannot be timed|at least 1"):
         runner.measure(*args)
 
 
@@ -300,7 +296,7 @@ def both(monkeypatch, capsys, tmp_path):
     def command(way: str, *args: str) -> tuple[int, str, str]:
         try:
             if way == "typer":
-                argv = ["nanoserve", "bench", "read", "--cache", *args]
+                argv = ["nanoserve", "bench", "attention", "--cache", *args]
                 monkeypatch.setattr(sys, "argv", argv)
                 main()
             else:
@@ -315,11 +311,11 @@ def both(monkeypatch, capsys, tmp_path):
 
 @pytest.mark.parametrize("way", ["typer", "argparse"])
 def test_both_command_lines_print_the_run_and_record_it(way, both, tmp_path):
-    asked = ["--history", "5", "--history", "20", "--history", "37", "--rounds", "1"]
+    asked = ["--kv-len", "5", "--kv-len", "20", "--kv-len", "37", "--rounds", "1"]
     code, out, err = both(way, *asked, "--dtype", "float16", "--record")
     assert (code, err) == (0, "")
-    assert out.count(" of the roof") == 9
-    assert "recorded in notebooks/data/attention_cpu.json" in out
+    assert out.count(" of peak") == 9
+    assert f"recorded in {(tmp_path / 'attention_cpu.json').as_posix()}" in out
     found = json.loads((tmp_path / "attention_cpu.json").read_text(encoding="utf-8"))
     assert found["command"].endswith("--rounds 1 --dtype float16 --record")
     assert [sweep["dtype"] for sweep in found["sweeps"]] == ["float16"]
@@ -327,13 +323,13 @@ def test_both_command_lines_print_the_run_and_record_it(way, both, tmp_path):
 
 @pytest.mark.parametrize("way", ["typer", "argparse"])
 def test_without_record_nothing_is_written(way, both, tmp_path):
-    assert both(way, "--history", "5", "--rounds", "1")[0] == 0
+    assert both(way, "--kv-len", "5", "--rounds", "1")[0] == 0
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("way", ["typer", "argparse"])
 @pytest.mark.parametrize(
-    "args", [("--device", "nope"), ("--history", "0"), ("--rounds", "0"), ("--dtype", "int8")]
+    "args", [("--device", "nope"), ("--kv-len", "0"), ("--rounds", "0"), ("--dtype", "int8")]
 )
 def test_a_bad_option_is_refused_in_a_few_words(way, args, both):
     code, out, err = both(way, *args)
@@ -345,7 +341,7 @@ def test_a_bad_option_is_refused_in_a_few_words(way, args, both):
     "args", [("--record",), ("--device", "cuda"), ("--cache", "--csv", "x.csv")]
 )
 def test_options_that_do_not_go_together_are_refused(args, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["nanoserve", "bench", "read", *args])
+    monkeypatch.setattr(sys, "argv", ["nanoserve", "bench", "attention", *args])
     with pytest.raises(SystemExit) as end:
         main()
     assert end.value.code == 2

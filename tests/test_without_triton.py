@@ -27,18 +27,18 @@ for name in names:
 
 from nanoserve import LLM, SamplingParams, cli
 from nanoserve.kernels import dispatch, paged_attention, tlsim
-from tests.attention_cases import LAYOUTS, assert_answers, tensors
+from tests.attention_cases import LAYOUTS, assert_expected, tensors
 
 assert paged_attention.triton is tlsim
 assert paged_attention.tl is tlsim.language
 assert type(paged_attention.paged_attention_kernel) is tlsim.launch.Kernel
 assert not dispatch.has_triton()
 assert dispatch.select_backend("cpu") == "tlsim"
-for name, read in LAYOUTS.items():
-    assert_answers(dispatch.paged_attention_dispatch(*tensors(read)), read)
+for name, case in LAYOUTS.items():
+    assert_expected(dispatch.paged_attention_dispatch(*tensors(case)), case)
 try:
     with dispatch.use_backend("triton"):
-        dispatch.paged_attention_dispatch(*tensors(read))
+        dispatch.paged_attention_dispatch(*tensors(case))
 except ValueError as error:
     refusal = str(error)
 answer = LLM(sys.argv[1]).generate("hello", SamplingParams(max_tokens=12))[0]

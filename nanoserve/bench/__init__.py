@@ -1,1 +1,1 @@
-"""Measuring: correctness first, then time, with bytes per second beside every figure."""
+"""Benchmarks: a correctness check first, then times, with bytes per second beside each."""

@@ -1,4 +1,4 @@
-"""The read benchmark: gather the history and attend, against attending in place."""
+"""One layer's attention of one new token: gather K and V first, or attend in place."""
 
 import time
 from collections.abc import Sequence
@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 import torch
 
-from nanoserve.bench.decode import WrongAnswer
+from nanoserve.bench.correctness import WrongAnswer
 from nanoserve.bench.timing import Clock, median_times
 from nanoserve.cache import BLOCK_SIZE, KVPool, PagedKVCache
 from nanoserve.config import ModelConfig, parse_config
 from nanoserve.kernels.dispatch import use_backend
 from nanoserve.layers import sdpa
 
-# from the config.json that is published with the model
+# the shape of Llama-3.2-1B, from the config.json that is published with the model
 LLAMA_1B = parse_config(
     {
         "model_type": "llama",
@@ -34,10 +34,13 @@ LLAMA_1B = parse_config(
 
 @dataclass(frozen=True)
 class AttentionRow:
-    """One way of reading one layer's history: median seconds, and the bytes it could not avoid."""
+    """One code path at one length: median seconds of one layer's attention of one new token.
+
+    `bytes` counts the keys and values once: every code path has to read them.
+    """
 
     path: str
-    history: int
+    kv_len: int
     seconds: float
     bytes: int
 
@@ -48,22 +51,22 @@ class AttentionRow:
 
 def attention_benchmark(
     config: ModelConfig,
-    histories: Sequence[int] = (16, 64, 256, 1024, 4096),
+    kv_lens: Sequence[int] = (16, 64, 256, 1024, 4096),
     dtype: torch.dtype = torch.float32,
     rounds: int = 20,
     clock: Clock = time.perf_counter,
 ) -> list[AttentionRow]:
-    """Time one layer's attention of one new token over histories that lie in scattered blocks.
+    """Time one layer's attention of one new token, with K and V in scattered blocks, two ways.
 
-    "gather" copies the history out of the pool and attends; "fused" is the cache's own read, by the
-    reference. They must agree to the last bit, or WrongAnswer is raised and no time is given. Each
-    round reads the next layer, and another for each path: a long history never waits in the
-    processor's cache.
+    "gather" copies K and V out of the pool, then attends. "fused" is the cache's paged_attention,
+    with the reference as backend. Raises WrongAnswer unless the two results are equal in every bit.
+    Each round moves to the next layer, and the two code paths use different layers, so that a long
+    sequence's K and V are not left in the processor's cache by the round before.
     """
     rows = []
-    for history in histories:
-        cache, step = scattered_cache(config, history, dtype)
-        layers = [0] * 2  # the layer each path reads next
+    for kv_len in kv_lens:
+        cache, step = scattered_cache(config, kv_len, dtype)
+        layers = [0] * 2  # of gather and of fused: the layer that each used last
 
         def gather(layers=layers, cache=cache, step=step) -> torch.Tensor:
             layers[0] = (layers[0] + 1) % (config.num_layers - 1)
@@ -71,36 +74,39 @@ def attention_benchmark(
 
         def fused(layers=layers, cache=cache, step=step) -> torch.Tensor:
             layers[1] = (layers[1] + 1) % (config.num_layers - 1)
-            with use_backend("reference"):  # what the cache called when the baseline was taken
+            with use_backend("reference"):  # the backend of Day 20, when the baseline was taken
                 return cache.paged_attention(
                     layers[1], step["k"], step["v"], step["q"], config.n_rep
                 )
 
         paths = {"gather": gather, "fused": fused}
-        if not torch.equal(fused(), gather()):  # fused first: gather would write for it
-            raise WrongAnswer(f"gather and fused differ after {history} tokens")
-        layers[1] += config.num_layers // 2  # else fused would find what gather has just read
-        moved = 2 * history * config.n_kv * config.head_dim * dtype.itemsize  # keys and values
+        # Run fused first: gather also writes K and V, which would hide a missing write.
+        if not torch.equal(fused(), gather()):
+            raise WrongAnswer(f"gather and fused differ at {kv_len} tokens")
+        layers[1] += config.num_layers // 2  # far from the layer that gather has just read
+        moved = 2 * kv_len * config.n_kv * config.head_dim * dtype.itemsize  # keys and values
         times = median_times(paths, rounds, warmup=2, clock=clock)
-        rows += [AttentionRow(path, history, seconds, moved) for path, seconds in times.items()]
+        rows += [AttentionRow(path, kv_len, seconds, moved) for path, seconds in times.items()]
     return rows
 
 
 def scattered_cache(
     config: ModelConfig,
-    history: int,
+    kv_len: int,
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
 ) -> tuple[PagedKVCache, dict[str, torch.Tensor]]:
-    """A cache that holds history - 1 random tokens in every second block of a pool, in descending
-    order, and the q, k and v of the next token. In any layer but the last, which would move
-    seq_len, the same read can be repeated."""
-    blocks = -(-history // BLOCK_SIZE)
+    """A cache of kv_len - 1 random tokens, and q, k and v of the next token by name.
+
+    The tokens lie in every second block of the pool, the last block first. The step of the next
+    token can be repeated in any layer but the last: only the last layer advances seq_len.
+    """
+    blocks = -(-kv_len // BLOCK_SIZE)
     pool = KVPool(config, 2 * blocks, BLOCK_SIZE, dtype, device)
     taken = pool.allocator.allocate_for(2 * blocks * BLOCK_SIZE)
-    for block in taken[1::2]:  # freed in ascending order, so handed out in descending order
+    for block in taken[1::2]:  # the free list is last in, first out: descending order
         pool.allocator.free(block)
-    random = torch.Generator().manual_seed(history)
+    random = torch.Generator().manual_seed(kv_len)
 
     def draw(heads: int, tokens: int) -> torch.Tensor:
         drawn = torch.randn(1, heads, tokens, config.head_dim, generator=random)
@@ -108,6 +114,6 @@ def scattered_cache(
 
     cache = PagedKVCache(pool)
     for layer in range(config.num_layers):
-        if history > 1:
-            cache.append(layer, draw(config.n_kv, history - 1), draw(config.n_kv, history - 1))
+        if kv_len > 1:
+            cache.append(layer, draw(config.n_kv, kv_len - 1), draw(config.n_kv, kv_len - 1))
     return cache, {"q": draw(config.n_q, 1), "k": draw(config.n_kv, 1), "v": draw(config.n_kv, 1)}

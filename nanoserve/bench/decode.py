@@ -1,4 +1,4 @@
-"""The decode benchmark: our loop, with a cache and without, beside transformers' generate."""
+"""The decode benchmark: our loop with a cache and without one, beside transformers' generate."""
 
 import math
 import time
@@ -8,6 +8,7 @@ from statistics import median
 
 import torch
 
+from nanoserve.bench.correctness import WrongAnswer
 from nanoserve.bench.timing import Clock, token_times
 from nanoserve.cache import NaiveKVCache
 from nanoserve.config import ModelConfig
@@ -18,35 +19,32 @@ from nanoserve.oracle import Oracle
 from nanoserve.sampling import SamplingParams
 from nanoserve.weights import expected_shapes
 
-Path = Callable[[Sequence[int], int, Callable[[int], None]], list[int]]
-
-
-class WrongAnswer(RuntimeError):
-    """A path gave other tokens than the oracle, so it is not timed."""
+# called with (prompt_ids, max_tokens, on_token); returns the token ids that it generated
+DecodePath = Callable[[Sequence[int], int, Callable[[int], None]], list[int]]
 
 
 @dataclass(frozen=True)
 class DecodeRow:
-    """One path at one length: seconds to the first token, and per token after it."""
+    """One code path on one prompt: time to first token and time per output token, in seconds."""
 
     path: str
-    context: int
-    prefill: float
-    decode: float
+    context: int  # tokens in the prompt
+    ttft: float
+    tpot: float
 
 
 def decode_benchmark(
-    paths: dict[str, Path],
+    paths: dict[str, DecodePath],
     reference: str,
     prompts: Sequence[Sequence[int]],
     tokens: int = 8,
     rounds: int = 3,
     clock: Clock = time.perf_counter,
 ) -> list[DecodeRow]:
-    """Time each path on each prompt, taking turns; medians over rounds and tokens.
+    """Time each code path on each prompt, in turns; the rows hold medians over rounds and tokens.
 
-    `paths` maps a name to run(prompt_ids, max_tokens, on_token) -> token ids. Raises WrongAnswer
-    where a path's tokens differ from the reference's; that check is also the warm-up.
+    `paths` maps a name to a DecodePath, and `reference` is one of the names. Raises WrongAnswer
+    where a path's tokens differ from the reference's; this check is also the warm-up.
     """
     rows = []
     for prompt in prompts:
@@ -57,7 +55,7 @@ def decode_benchmark(
         times: dict[str, list[list[float]]] = {name: [] for name in paths}
         for _ in range(rounds):
             for name, path in paths.items():
-                run = lambda on_token, path=path: path(prompt, tokens, on_token)  # noqa: B023, E731
+                run = lambda on_token, path=path: path(prompt, tokens, on_token)
                 times[name].append(token_times(run, clock))
         for name, runs in times.items():
             first = median(run[0] for run in runs)
@@ -66,17 +64,17 @@ def decode_benchmark(
     return rows
 
 
-def engine_path(model: Model, cached: bool) -> Path:
-    """Our own loop, greedy, with the contiguous cache or none, as a path of the benchmark."""
+def engine_path(model: Model, cached: bool) -> DecodePath:
+    """Our own greedy loop with the contiguous cache, or without a cache."""
     return _loop(model, lambda _: NaiveKVCache(model.config) if cached else None)
 
 
-def paged_path(model: Model) -> Path:
-    """The same with the paged cache, whose read goes where select_backend sends it."""
+def paged_path(model: Model) -> DecodePath:
+    """Our own greedy loop with the paged cache, and the backend that select_backend chooses."""
     return _loop(model, lambda tokens: new_cache("paged", model, tokens))
 
 
-def _loop(model: Model, empty_cache: Callable[[int], Cache | None]) -> Path:
+def _loop(model: Model, empty_cache: Callable[[int], Cache | None]) -> DecodePath:
     def run(prompt: Sequence[int], tokens: int, on_token: Callable[[int], None]) -> list[int]:
         cache, ids = empty_cache(len(prompt) + tokens), []
         for chosen in generate_tokens(model, prompt, SamplingParams(max_tokens=tokens), cache):
@@ -87,8 +85,8 @@ def _loop(model: Model, empty_cache: Callable[[int], Cache | None]) -> Path:
     return run
 
 
-def oracle_path(oracle: Oracle, cached: bool) -> Path:
-    """transformers' generate as a path of the benchmark."""
+def oracle_path(oracle: Oracle, cached: bool) -> DecodePath:
+    """transformers' greedy generate, with its cache or without."""
 
     def run(prompt: Sequence[int], tokens: int, on_token: Callable[[int], None]) -> list[int]:
         return oracle.generate(prompt, tokens, cached, on_token, stop=False)
@@ -97,10 +95,11 @@ def oracle_path(oracle: Oracle, cached: bool) -> Path:
 
 
 def bytes_per_token(config: ModelConfig, context: int, dtype: torch.dtype) -> int:
-    """What one cached decode step must read: every weight once, and the history's keys and values.
+    """The bytes that one cached decode step must read: each weight once, and the cached K and V.
 
-    The embedding is not read, but for a single row, and the head, tied to it or not, is as large.
+    `context` is the number of cached tokens. Of the embedding the step reads one row, which is not
+    counted; the head, tied to the embedding or not, is counted whole.
     """
-    weights = sum(map(math.prod, expected_shapes(config).values()))  # one embedding or head
-    history = config.num_layers * 2 * context * config.n_kv * config.head_dim
-    return (weights + history) * dtype.itemsize
+    weights = sum(map(math.prod, expected_shapes(config).values()))  # has the embedding or the head
+    cached = config.num_layers * 2 * context * config.n_kv * config.head_dim
+    return (weights + cached) * dtype.itemsize

@@ -1,25 +1,21 @@
-"""The path that the engine runs, timed end to end: the cache's own read, on a CPU or a card.
+"""Paged attention as the engine calls it, timed from the cache's method on, on a CPU or a GPU.
 
 `nanoserve bench attention --cache`, or `python -m nanoserve.bench.runner` where typer is missing.
 """
 
 import argparse
-import json
-import platform
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from datetime import date
-from importlib import metadata
 from itertools import cycle
 from pathlib import Path
 
 import torch
 
 from nanoserve.bench.attention import LLAMA_1B, AttentionRow, scattered_cache
-from nanoserve.bench.decode import WrongAnswer
+from nanoserve.bench.correctness import WrongAnswer
+from nanoserve.bench.machine import DATA, machine, save_run
 from nanoserve.bench.scaling import ScalingFit, fit_scaling
 from nanoserve.bench.timing import Clock, median_times, read_bandwidth
 from nanoserve.cache import PagedKVCache
@@ -28,29 +24,30 @@ from nanoserve.kernels.dispatch import select_backend
 from nanoserve.kernels.reference import paged_attention_reference, tolerance
 from nanoserve.layers import sdpa
 
-MODELS = {  # of a model, a read needs only the shape
+MODELS = {  # attention needs only the number of layers, the heads and head_dim of a model
     "SmolLM2-135M": replace(LLAMA_1B, num_layers=30, n_q=9, n_kv=3, head_dim=64),
     "Llama-3.2-1B": LLAMA_1B,
 }
-HISTORIES = tuple(64 << i for i in range(9))  # 64 to 16,384 tokens
-ROTATED = 128 << 20  # bytes read before a layer comes round again: twice what an H200's L2 holds
-DATA = Path("notebooks/data")  # in a clone, where a run is recorded
-
-Read = Callable[[int], torch.Tensor]  # one layer's attention of one new token
+KV_LENS = tuple(64 << i for i in range(9))  # 64 to 16,384 tokens
+# Bytes of K and V to read between two visits to a layer, so that the layer has left the L2 cache:
+# an H200's L2 holds half as many.
+ROTATED = 128 << 20
+AttentionPath = Callable[[int], torch.Tensor]  # of a layer: the attention of one new token there
 
 
 def attention_paths(
     cache: PagedKVCache, step: Mapping[str, torch.Tensor], n_rep: int
-) -> dict[str, Read]:
-    """Three ways to write the step's k and v into a layer and let its q attend, by name.
+) -> dict[str, AttentionPath]:
+    """Three code paths, by name. Each writes the step's k and v into a layer; then q attends.
 
-    "dispatched" is the cache's own method, whatever that runs; "gather" copies the history out and
-    attends; "reference" is the oracle, over a slot mapping made here from the block table.
+    "dispatched" is the cache's own method, with the backend that select_backend chooses. "gather"
+    copies K and V out of the pool and attends. "reference" is the oracle, over a slot mapping that
+    is made here from the block table, so that it shares no mapping with the cache.
     """
     q, k, v = step["q"], step["k"], step["v"]
-    history = cache.seq_len + 1
-    cache.table.grow(history)
-    mapping = torch.tensor([cache.table.slot(p) for p in range(history)], device=q.device)
+    kv_len = cache.seq_len + 1
+    cache.table.grow(kv_len)
+    mapping = torch.tensor([cache.table.slot(p) for p in range(kv_len)], device=q.device)
 
     def dispatched(layer: int) -> torch.Tensor:
         return cache.paged_attention(layer, k, v, q, n_rep)
@@ -67,66 +64,70 @@ def attention_paths(
     return {"dispatched": dispatched, "gather": gather, "reference": reference}
 
 
-def gate(paths: Mapping[str, Read], layers: Sequence[int], name: str = "") -> None:
-    """Let every path read these layers, the first path first, since the others would write for it.
+def check_paths(paths: Mapping[str, AttentionPath], layers: Sequence[int], where: str = "") -> None:
+    """Compare every code path with "reference" on these layers, at the tolerance of the dtype.
 
-    Raises WrongAnswer for a path that the reference does not confirm at its dtype's tolerance.
+    The paths run in the order of `paths`; the one under test must come first, since the others
+    also write K and V and would hide a missing write. Raises WrongAnswer for the first that
+    differs; `where` ends its message.
     """
     for layer in layers:
-        outputs = {path: read(layer) for path, read in paths.items()}
+        outputs = {path: attend(layer) for path, attend in paths.items()}
         expected = outputs["reference"]
         atol, rtol = tolerance(expected.dtype)
         for path, out in outputs.items():
             same_kind = (out.shape, out.dtype) == (expected.shape, expected.dtype)
             if not same_kind or not torch.allclose(out, expected, atol=atol, rtol=rtol):
-                raise WrongAnswer(f"{path} is not what the reference gives{name}")
+                raise WrongAnswer(f"{path} differs from the reference{where}")
 
 
 def cache_benchmark(
     config: ModelConfig,
-    histories: Sequence[int] = HISTORIES,
+    kv_lens: Sequence[int] = KV_LENS,
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
     rounds: int = 20,
     clock: Clock | None = None,
 ) -> list[AttentionRow]:
-    """Time one layer's read of one sequence in a decode step, k and v written first, on each path.
+    """Time one layer's attention in a decode step of one sequence, on each of attention_paths.
 
-    All pass the gate, or WrongAnswer is raised and no time is given. They take turns, and before a
-    layer is read again ROTATED bytes of others have been. On a card a turn is as many reads as the
-    model has layers, as in a step: they queue up, and the program waits for the last of them.
+    Each time includes writing k and v. check_paths runs first: after WrongAnswer nothing is timed.
+    The code paths take turns. A path visits a layer again only after ROTATED bytes of others. On a
+    GPU a turn covers as many layers as the model has, which are queued and then waited for once, as
+    in a decode step; the row holds the time per layer.
     """
     clock = clock or device_clock(device)
     burst = config.num_layers if torch.device(device).type == "cuda" else 1
     rows = []
-    for history in histories:
-        moved = 2 * history * config.n_kv * config.head_dim * dtype.itemsize  # keys and values
-        layers = max(4, -(-ROTATED // moved))  # and one more, which would move seq_len
-        cache, step = scattered_cache(
-            replace(config, num_layers=layers + 1), history, dtype, device
+    for kv_len in kv_lens:
+        moved = 2 * kv_len * config.n_kv * config.head_dim * dtype.itemsize  # keys and values
+        layers = max(4, -(-ROTATED // moved))
+        cache, step = scattered_cache(  # one layer more: the last one would advance seq_len
+            replace(config, num_layers=layers + 1), kv_len, dtype, device
         )
         paths = attention_paths(cache, step, config.n_rep)
-        gate(paths, (0, layers - 1), f" after {history} tokens")
+        check_paths(paths, (0, layers - 1), f" at {kv_len} tokens")
         runs = {}
-        for i, (path, read) in enumerate(paths.items()):  # each begins at another place
+        for i, (path, attend) in enumerate(paths.items()):  # each starts at another layer
             start = i * layers // len(paths)
             order = cycle([(start + layer) % layers for layer in range(layers)])
-            runs[path] = _burst(read, order, burst)
+            runs[path] = _burst(attend, order, burst)
         times = median_times(runs, rounds, warmup=2, clock=clock)
-        rows += [AttentionRow(path, history, took / burst, moved) for path, took in times.items()]
+        rows += [AttentionRow(path, kv_len, took / burst, moved) for path, took in times.items()]
     return rows
 
 
-def _burst(read: Read, order: Iterator[int], reads: int) -> Callable[[], None]:
+def _burst(attend: AttentionPath, order: Iterator[int], layers: int) -> Callable[[], None]:
     def run() -> None:
-        for _ in range(reads):
-            read(next(order))
+        for _ in range(layers):
+            attend(next(order))
 
     return run
 
 
 def device_clock(device: str | torch.device) -> Clock:
-    """A clock that lets a card finish first: what is launched there is queued, and not done."""
+    """time.perf_counter for a CPU. For a GPU, a clock that first waits for all launched work:
+    a launch returns before its kernel has run."""
     if torch.device(device).type != "cuda":
         return time.perf_counter
 
@@ -139,154 +140,118 @@ def device_clock(device: str | torch.device) -> Clock:
 
 @dataclass(frozen=True)
 class Sweep:
-    """One model's read in one dtype, over all histories, and the fit of each path's times."""
+    """One model's shape in one dtype, at all lengths, and the scaling fit of each code path."""
 
     model: str
     dtype: str
     rows: list[AttentionRow]
-    fits: dict[str, ScalingFit]  # by path; empty with fewer than three histories
+    fits: dict[str, ScalingFit]  # by code path; empty with fewer than three lengths
 
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """A run with all that has to stand beside its numbers."""
+    """A whole run: the machine, the command, the peak bandwidth and all sweeps."""
 
-    device: str
-    driver: str
-    backend: str  # what select_backend chooses there
-    versions: dict[str, str]
-    date: str
+    machine: dict[str, object]  # as bench.machine describes it
     command: str
-    roof: float  # bytes per second that the device's memory gives
+    backend: str  # that select_backend chose
+    bandwidth: float  # bytes per second at which the device reads its memory
     sweeps: list[Sweep]
 
-    @property
-    def file(self) -> str:
-        """attention_h200.json for an "NVIDIA H200"."""
-        words = self.device.split(",")[0].lower().replace("nvidia ", "")
-        return f"attention_{'_'.join(words.replace('-', ' ').split())}.json"
-
-    def save(self, folder: Path) -> Path:
-        """Write the run as JSON; ValueError where there is no such folder."""
-        if not folder.is_dir():
-            raise ValueError(f"no folder {folder.as_posix()} here: record at the root of a clone")
-        path = folder / self.file
-        path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
-        return path
+    def save(self, folder: Path = DATA) -> Path:
+        """Write the run as attention_<device>.json. Raises ValueError for a missing folder."""
+        own = asdict(self)
+        return save_run(own.pop("machine") | own, "attention", folder)
 
     def lines(self) -> Iterator[str]:
-        """The run as text: beside each time bytes per second and the share of the roof."""
-        versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
-        yield f"{self.device}, driver {self.driver}, {versions}, {self.date}"
-        yield f"backend {self.backend}, memory read at {self.roof / 1e9:.1f} GB/s"
+        """The run as text: times, bytes per second, shares of the peak bandwidth, fits."""
+        about = self.machine
+        versions = ", ".join(f"{name} {found}" for name, found in about["versions"].items())
+        driver = f"driver {about['driver']}" if about["cuda"] else f"{about['threads']} threads"
+        yield f"{about['device']}, {about['platform']}, {driver}, {versions}, {about['date']}"
+        yield f"backend {self.backend}, peak bandwidth {self.bandwidth / 1e9:.1f} GB/s"
         for sweep in self.sweeps:
             for row in sweep.rows:
                 rate = row.bytes_per_second
                 yield (
-                    f"{sweep.model:<12} {sweep.dtype:<8} {row.history:>6} tokens  {row.path:<10} "
+                    f"{sweep.model:<12} {sweep.dtype:<8} {row.kv_len:>6} tokens  {row.path:<10} "
                     f"{row.seconds * 1e6:9.1f} µs  {rate / 1e9:7.2f} GB/s, "
-                    f"{rate / self.roof:5.1%} of the roof"
+                    f"{rate / self.bandwidth:5.1%} of peak"
                 )
             for path, fit in sweep.fits.items():
                 yield (
                     f"{'':14}{path:<10} {fit.regime}, exponent {fit.exponent:.2f}, within a factor "
-                    f"of {fit.misfit:.2f}; {fit.seconds_per_token * 1e9:.2f} ns a token at the end"
+                    f"of {fit.misfit:.2f}; {fit.seconds_per_token * 1e9:.2f} ns per token at the "
+                    "longest length"
                 )
 
 
 def measure(
     device: str = "cpu",
-    histories: Sequence[int] = HISTORIES,
+    kv_lens: Sequence[int] = KV_LENS,
     dtypes: Sequence[torch.dtype] = (),
     rounds: int = 20,
     command: str = "",
 ) -> RecordedRun:
-    """Time both models' shapes on a device, float32 by default and on a card float16 as well.
+    """Time both models' shapes on a device: by default in float32, on a GPU in float16 as well.
 
-    Raises ValueError for another device than cpu or cuda, and for histories or rounds below 1.
+    Raises ValueError for a device other than cpu and cuda, and for lengths or rounds below 1.
     """
     where = torch.device(device)
     if where.type not in ("cpu", "cuda"):
-        raise ValueError(f"device {device!r} has no clock here: cpu or cuda")
-    if min(*histories, rounds) < 1:
-        raise ValueError(f"histories and rounds must be at least 1: {list(histories)}, {rounds}")
-    card = where.type == "cuda"
-    dtypes = dtypes or ((torch.float32, torch.float16) if card else (torch.float32,))
-    size = 1 << (32 if card else 28)
-    roof, sweeps = read_bandwidth(size, device_clock(where), where), []
+        raise ValueError(f"device {device!r} cannot be timed: cpu or cuda")
+    if min(*kv_lens, rounds) < 1:
+        raise ValueError(f"kv_lens and rounds must be at least 1, got {list(kv_lens)}, {rounds}")
+    gpu = where.type == "cuda"
+    dtypes = dtypes or ((torch.float32, torch.float16) if gpu else (torch.float32,))
+    size = 1 << (32 if gpu else 28)
+    bandwidth, sweeps = read_bandwidth(size, device_clock(where), where), []
     for model, config in MODELS.items():
         for dtype in dtypes:
-            rows = cache_benchmark(config, histories, dtype, where, rounds)
+            rows = cache_benchmark(config, kv_lens, dtype, where, rounds)
             sweeps.append(Sweep(model, str(dtype).removeprefix("torch."), rows, _fits(rows)))
     return RecordedRun(
-        device=_name(where),
-        driver=_driver() if card else "none",
-        backend=select_backend(where),
-        versions={"python": platform.python_version(), **_versions("torch", "triton")},
-        date=date.today().isoformat(),
+        machine=machine(where),
         command=command,
-        roof=max(roof, read_bandwidth(size, device_clock(where), where)),
+        backend=select_backend(where),
+        bandwidth=max(bandwidth, read_bandwidth(size, device_clock(where), where)),
         sweeps=sweeps,
     )
 
 
 def _fits(rows: Sequence[AttentionRow]) -> dict[str, ScalingFit]:
-    if len({row.history for row in rows}) < 3:
+    if len({row.kv_len for row in rows}) < 3:
         return {}
     by_path: dict[str, list[AttentionRow]] = {}
     for row in rows:
         by_path.setdefault(row.path, []).append(row)
     return {
-        path: fit_scaling([row.history for row in own], [row.seconds for row in own])
+        path: fit_scaling([row.kv_len for row in own], [row.seconds for row in own])
         for path, own in by_path.items()
     }
 
 
-def _name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"CPU, {platform.machine()}, {torch.get_num_threads()} threads"
-
-
-def _driver() -> str:
-    """The driver's version, as nvidia-smi tells it."""
-    ask = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        return subprocess.run(ask, capture_output=True, text=True, check=True).stdout.split()[0]
-    except (OSError, subprocess.CalledProcessError, IndexError):
-        return "unknown"
-
-
-def _versions(*packages: str) -> dict[str, str]:
-    found = {}
-    for package in packages:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[package] = "not installed"
-    return found
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line of this file, which needs nothing but torch."""
+    """The command line of this file. Of the third-party packages it needs torch alone."""
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(
-        prog="nanoserve.bench.runner", description="Time the cache's own read."
+        prog="nanoserve.bench.runner", description="Time paged attention as the engine calls it."
     )
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:1")
-    parser.add_argument("--history", type=int, action="append", help="tokens; repeatable")
-    parser.add_argument("--rounds", type=int, default=20, help="turns of each path")
+    parser.add_argument("--kv-len", type=int, action="append", help="tokens; repeatable")
+    parser.add_argument("--rounds", type=int, default=20, help="turns of each code path")
     parser.add_argument("--dtype", action="append", choices=("float32", "float16", "bfloat16"))
-    parser.add_argument("--record", action="store_true", help="write notebooks/data/read_X.json")
-    asked = parser.parse_args(arguments)
+    parser.add_argument("--record", action="store_true", help=f"write {DATA}/attention_DEVICE.json")
+    options = parser.parse_args(arguments)
     command = " ".join(["python -m nanoserve.bench.runner", *arguments])
-    dtypes = [getattr(torch, name) for name in asked.dtype or ()]
+    dtypes = [getattr(torch, name) for name in options.dtype or ()]
+    kv_lens = options.kv_len or KV_LENS
     try:
-        run = measure(asked.device, asked.history or HISTORIES, dtypes, asked.rounds, command)
+        run = measure(options.device, kv_lens, dtypes, options.rounds, command)
         print("\n".join(run.lines()))
-        if asked.record:
-            print(f"recorded in notebooks/data/{run.save(DATA).name}")
-    except (ValueError, RuntimeError, AssertionError) as error:  # torch's, where there is no card
+        if options.record:
+            print(f"recorded in {run.save(DATA).as_posix()}")
+    except (ValueError, RuntimeError, AssertionError) as error:  # torch's, without a GPU
         parser.exit(2, f"{parser.prog}: {error}\n")
 
 

@@ -1,10 +1,10 @@
-"""How a time grows with length: a straight line through the logarithms, and what its slope says."""
+"""How a time grows with length: a power law, fitted as a straight line through logarithms."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-# the largest exponent of each; twice the length takes 2 ** exponent times as long
+# (largest exponent, name) of each regime; twice the length takes 2 ** exponent times as long
 REGIMES = (
     (-0.2, "falling"),
     (0.2, "flat"),
@@ -16,27 +16,31 @@ REGIMES = (
 
 @dataclass(frozen=True)
 class ScalingFit:
-    """seconds = constant * length ** exponent, the power law nearest to a sweep's times."""
+    """The power law seconds = constant * length ** exponent that is nearest to measured times."""
 
     exponent: float
-    constant: float  # seconds at a length of 1, which is seldom in the sweep
-    seconds_per_token: float  # as measured, at the longest length
-    misfit: float  # the largest factor between a time and the line: 1.0 where all lie on it
+    constant: float  # seconds at length 1, by the power law
+    seconds_per_token: float  # measured at the longest length: its time over its length
+    misfit: float  # the largest factor between a time and the power law; at least 1.0
 
     @property
     def regime(self) -> str:
-        """ "flat" for an exponent of -0.2 to 0.2, "linear" for 0.8 to 1.2, and what lies between
-        and beyond; "falling" below -0.2, where something other than the length was measured."""
+        """The name in REGIMES for the exponent: "flat" up to 0.2, "linear" from 0.8 to 1.2, ...
+
+        A "falling" time (exponent below -0.2) was ruled by something other than the length.
+        """
         return next(name for most, name in REGIMES if self.exponent <= most)
 
     def seconds(self, length: float) -> float:
-        """What the fitted line gives for a length."""
+        """The power law's time for a length."""
         return self.constant * length**self.exponent
 
 
 def power_law(lengths: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
-    """(exponent, constant) of the line nearest to the logarithms: least squares of log(seconds) on
-    log(length), where a point weighs by its ratio to the line and not by its size."""
+    """(exponent, constant) by least squares of log(seconds) on log(length).
+
+    Logarithms make the fit minimise ratios: 10% off counts the same at 1 µs and at 1 s.
+    """
     x, y = ([math.log(value) for value in values] for values in (lengths, seconds))
     mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
     spread = sum((a - mean_x) ** 2 for a in x)
@@ -45,10 +49,11 @@ def power_law(lengths: Sequence[float], seconds: Sequence[float]) -> tuple[float
 
 
 def fit_scaling(lengths: Sequence[float], seconds: Sequence[float]) -> ScalingFit:
-    """The power law of a sweep, with what it leaves unsaid.
+    """Fit a power law to the seconds measured at some lengths.
 
-    Raises ValueError for two sequences that differ in length, fewer than three points (two lie on
-    a line whatever they are), lengths all equal, and anything that is not positive and finite.
+    Raises ValueError where the two sequences differ in length, for fewer than three points (two
+    points fit any line), for lengths that are all equal, and for a number that is not positive and
+    finite.
     """
     if len(lengths) != len(seconds):
         raise ValueError(f"there are {len(lengths)} lengths and {len(seconds)} times")
@@ -59,7 +64,7 @@ def fit_scaling(lengths: Sequence[float], seconds: Sequence[float]) -> ScalingFi
             if not (value > 0 and math.isfinite(value)):
                 raise ValueError(f"{name} must be positive and finite, got {value}")
     if math.log(min(lengths)) == math.log(max(lengths)):
-        raise ValueError(f"the lengths are all equal, {lengths[0]}: there is no slope")
+        raise ValueError(f"the lengths are all equal, {lengths[0]}: no slope can be fitted")
     exponent, constant = power_law(lengths, seconds)
     line = ScalingFit(exponent, constant, seconds_per_token=0.0, misfit=1.0)
     points = list(zip(lengths, seconds, strict=True))

@@ -1,4 +1,4 @@
-"""The timing core. Its clock is an argument, so that tests can script it."""
+"""The timing core. The clock is an argument, so that a test can pass a scripted one."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -7,7 +7,7 @@ from statistics import median
 
 import torch
 
-Clock = Callable[[], float]  # seconds, from any origin
+Clock = Callable[[], float]  # returns seconds; any origin will do
 
 
 def median_times(
@@ -16,7 +16,7 @@ def median_times(
     warmup: int = 1,
     clock: Clock = time.perf_counter,
 ) -> dict[str, float]:
-    """Median seconds of each run. They take turns, so that a drifting machine hurts all alike."""
+    """Median seconds of each run. The runs take turns, so that a slower moment affects all."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(warmup + rounds):
         for name, run in runs.items():
@@ -30,9 +30,9 @@ def median_times(
 def token_times(
     run: Callable[[Callable[[int], None]], object], clock: Clock = time.perf_counter
 ) -> list[float]:
-    """Seconds that each token took: run(on_token) calls on_token as each one comes.
+    """Seconds between tokens, where run(on_token) calls on_token(token_id) for every token.
 
-    The first is the time to first token, prefill included; the others are decode steps.
+    The first number is the time to first token; the others are inter-token latencies.
     """
     stamps = [clock()]
     run(lambda _token: stamps.append(clock()))
@@ -42,10 +42,10 @@ def token_times(
 def read_bandwidth(
     size: int = 1 << 29, clock: Clock = time.perf_counter, device: str | torch.device = "cpu"
 ) -> float:
-    """Bytes per second at which a device reads its memory: the roof of every decode step.
+    """Bytes per second at which a device reads its memory: the peak bandwidth of this machine.
 
-    The best of five sums over `size` bytes, far more than a cache holds. A card works while the
-    program goes on: its clock has to wait for it.
+    The best of five sums over `size` bytes, far more than a processor's cache holds. A GPU runs
+    asynchronously, so it needs a clock that synchronises first (`device_clock` of runner.py).
     """
     buffer = torch.ones(size // 4, dtype=torch.float32, device=device)
     best = float("inf")

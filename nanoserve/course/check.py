@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import numbers
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
 import torch
 
 from nanoserve.course.compare import a, close, exact, short
-from nanoserve.course.exercise import AS_SOLUTION, Case, Exercise, Raises
+from nanoserve.course.exercise import AS_SOLUTION, Case, Exercise, Raises, Wrong
 from nanoserve.course.guard import Outcome, guarded, message_of
 from nanoserve.course.show import BAD, CELL, GOOD, QUIET, STYLE, escaped, text_table
-from nanoserve.course.source import same_source
+from nanoserve.course.source import CannotSave, same_source, source_of
 
 ALIKE = close(atol=1e-6, rtol=1e-5)  # two answers that make the same mistake
 ALIKE_HALF = close(atol=1e-2, rtol=1e-2)  # the same, in 16 bits
@@ -21,7 +24,8 @@ ALIKE_HALF = close(atol=1e-2, rtol=1e-2)  # the same, in 16 bits
 
 @dataclass
 class Row:
-    """One case's result. `message` is empty where the case passed."""
+    """One case's result. `message` is empty where the case passed; `mistake` is the known wrong
+    answer that did the same in this case."""
 
     what: str
     kind: str
@@ -30,6 +34,7 @@ class Row:
     message: str = ""
     printed: str = ""
     verdict: str = "ok"  # or "no", "not run"
+    mistake: Wrong | None = None
 
     @property
     def passed(self) -> bool:
@@ -44,10 +49,21 @@ class Report:
     rows: list[Row]
     status: str
     note: str = ""  # what became of a passed answer; a second line under the heading
+    source: str = ""  # of the answer, where it is found
 
     @property
     def failed(self) -> Row | None:
         return next((row for row in self.rows if row.verdict == "no"), None)
+
+    @property
+    def diagnosed(self) -> Row | None:
+        """The first row in which a known mistake was recognised, else the first that failed."""
+        return next((row for row in self.rows if row.mistake), self.failed)
+
+    @property
+    def identity(self) -> tuple[str, ...]:
+        """Equal for the same answer with the same outcomes."""
+        return (self.name, self.source, *(f"{row.got} {row.message}" for row in self.rows))
 
     @property
     def heading(self) -> str:
@@ -98,54 +114,75 @@ class Report:
 def run(exercise: Exercise, answer: Callable) -> Report:
     """Run every case of the exercise on the answer. Raises nothing but KeyboardInterrupt.
 
-    After a case that ran over the limit the rest are not run. An answer that does what a known
-    wrong answer does, on every case, is told what that mistake is.
+    After a case that ran over the limit the rest are not run. Each failed case is diagnosed by
+    itself: where a known wrong answer does the same, the row says what that mistake is.
     """
     method = _method(exercise)
     if method and isinstance(answer, type) and method not in vars(answer):
         return Report(exercise.name, [], "not attempted", f"it has no method `{method}` of its own")
     subject = exercise.as_subject(answer)
     solution = exercise.reference()
-    files = _files(answer)
-    cases, outcomes, wanted, rows = exercise.cases(), [], [], []
-    for case in cases:
-        expectation = expected_outcome(case, solution, exercise.limit)
-        wanted.append(expectation)
-        if outcomes and outcomes[-1].kind == "timeout":
-            rows.append(_row_not_run(case, expectation))
-            continue
-        outcome, unchanged = perform(case, subject, exercise.limit, files)
-        outcomes.append(outcome)
-        message = judge(case, outcome, expectation, exercise.limit)
-        if message is None and not unchanged and not case.mutates and outcome.kind == "value":
-            message = "the result is right, but it changed its inputs: work on a copy"
-        rows.append(_row(case, expectation, outcome, message))
-    if outcomes and all(_unwritten(outcome) for outcome in outcomes):
-        return Report(exercise.name, rows, "not attempted")
-    if all(row.passed for row in rows):
+    cases = exercise.cases()
+    expected = [expected_outcome(case, solution, exercise.limit) for case in cases]
+    trials = _tried(exercise, subject, cases, expected, _files(answer))
+    rows = [
+        _row(case, wanted, trial) if trial else _row_not_run(case, wanted)
+        for case, wanted, trial in zip_longest(cases, expected, trials)
+    ]
+    report = Report(exercise.name, rows, "failed", source=_source(answer))
+    if trials and all(_unwritten(trial.outcome) for trial in trials):
+        report.status = "not attempted"
+    elif all(row.passed for row in rows):
         own = exercise.target is not None and same_source(answer, solution, method)
-        return Report(exercise.name, rows, "package" if own else "passed")
-    why, told = recognise(exercise, outcomes), range(len(rows))
-    if not why:  # a refusal that is missing besides does not hide the mistake
-        told = [i for i, x in enumerate(wanted) if not isinstance(x, Raises)]
-        if any(rows[i].verdict == "no" for i in told):
-            why = recognise(exercise, outcomes, told)
-    for i, (row, outcome) in enumerate(zip(rows, outcomes, strict=False)):
-        if why and i in told and row.verdict == "no" and not _unwritten(outcome):
-            row.message = why if outcome.kind == "value" else f"{row.message}. {why}"
-    return Report(exercise.name, rows, "failed")
+        report.status = "package" if own else "passed"
+    else:
+        known = _known_trials(exercise, cases, expected)
+        for i, (row, trial) in enumerate(zip(rows, trials, strict=False)):
+            row.mistake = diagnose(i, exercise.wrong, known, trials, expected)
+            if row.mistake:
+                why, raised = row.mistake.why, trial.outcome.kind != "value"
+                row.message = f"{row.message}. {why}" if raised else why
+    return report
 
 
-def recognise(
-    exercise: Exercise, outcomes: list[Outcome], cases: Sequence[int] | None = None
-) -> str | None:
-    """The `why` of the first known wrong answer that did just this on every case, or on the cases
-    with these numbers; or None."""
-    for mistake, known in zip(exercise.wrong, _known_outcomes(exercise), strict=True):
-        pairs = list(zip(outcomes, known, strict=False))
-        if all(_alike(x, y) for i, (x, y) in enumerate(pairs) if cases is None or i in cases):
-            return mistake.why
-    return None
+@dataclass
+class Trial:
+    """One run of an answer on a case; `message` is None where the case passed."""
+
+    outcome: Outcome
+    message: str | None
+    unchanged: bool  # the inputs
+
+
+def diagnose(
+    i: int,
+    mistakes: Sequence[Wrong],
+    known: list[list[Trial]],
+    trials: list[Trial],
+    expected: list[Any],
+) -> Wrong | None:
+    """The known mistake that explains why case number i failed, or None.
+
+    A candidate fails this case with the same outcome. The one with the same outcome in most cases
+    wins, then the first. A result that many answers can give (an exception, a single number, any
+    value where a refusal is expected) proves less: there a candidate must pass wherever the answer
+    passes.
+    """
+    if trials[i].message is None or _unwritten(trials[i].outcome):
+        return None
+    value = trials[i].outcome.value
+    single = value is None or isinstance(value, str | bytes | bool | numbers.Number)
+    weak = trials[i].outcome.kind != "value" or single or isinstance(expected[i], Raises)
+    best, most = None, (False, 0)
+    for mistake, theirs in zip(mistakes, known, strict=True):
+        if i >= len(theirs) or theirs[i].message is None or not _alike(trials[i], theirs[i]):
+            continue
+        pairs = list(zip(trials, theirs, strict=False))
+        fits = all(one.message is not None or other.message is None for one, other in pairs)
+        found = (fits, sum(_alike(one, other) for one, other in pairs))
+        if found > most and (fits or not weak):
+            best, most = mistake, found
+    return best
 
 
 def perform(
@@ -246,15 +283,36 @@ def _too_long(outcome: Outcome) -> str:
     return f"{told} It could not be stopped and still runs: restart the kernel when you can"
 
 
-def _row(case: Case, expectation: Any, outcome: Outcome, message: str | None) -> Row:
+def _tried(
+    exercise: Exercise,
+    subject: Callable,
+    cases: list[Case],
+    expected: list[Any],
+    files: tuple[str, ...],
+) -> list[Trial]:
+    """The cases in turn, up to the first that runs over the limit."""
+    trials: list[Trial] = []
+    for case, wanted in zip(cases, expected, strict=True):
+        outcome, unchanged = perform(case, subject, exercise.limit, files)
+        message = judge(case, outcome, wanted, exercise.limit)
+        if message is None and not unchanged and not case.mutates and outcome.kind == "value":
+            message = "the result is right, but it changed its inputs: work on a copy"
+        trials.append(Trial(outcome, message, unchanged))
+        if outcome.kind == "timeout":
+            break
+    return trials
+
+
+def _row(case: Case, expectation: Any, trial: Trial) -> Row:
+    outcome = trial.outcome
     got = {
         "raised": f"raises {type(outcome.error).__name__}",
         "exit": "calls sys.exit()",
         "timeout": "ran too long",
     }.get(outcome.kind) or _safe_short(outcome.value)
-    verdict = "no" if message else "ok"
+    verdict = "no" if trial.message else "ok"
     told = _told(expectation)
-    return Row(case.what, case.kind, told, got, message or "", outcome.printed, verdict)
+    return Row(case.what, case.kind, told, got, trial.message or "", outcome.printed, verdict)
 
 
 def _row_not_run(case: Case, expectation: Any) -> Row:
@@ -292,36 +350,52 @@ def _unwritten(outcome: Outcome) -> bool:
     return outcome.kind == "raised" and isinstance(outcome.error, NotImplementedError)
 
 
-def _alike(one: Outcome, other: Outcome) -> bool:
-    if one.kind != other.kind:
+def _alike(one: Trial, other: Trial) -> bool:
+    """Whether two answers did the same in a case; an exception needs its type and its cause."""
+    mine, theirs = one.outcome, other.outcome
+    if mine.kind != theirs.kind or one.unchanged != other.unchanged:
         return False
-    if one.kind == "value":
-        half = getattr(one.value, "dtype", None) in (torch.float16, torch.bfloat16)
+    if mine.kind == "value":
+        half = getattr(mine.value, "dtype", None) in (torch.float16, torch.bfloat16)
         alike = ALIKE_HALF if half else ALIKE
-        judged = guarded(lambda: alike(one.value, other.value), 2.0)
+        judged = guarded(lambda: alike(mine.value, theirs.value), 2.0)
         return judged.kind == "value" and judged.value is None
-    return type(one.error) is type(other.error)
+    return mine.kind != "raised" or _cause(mine) == _cause(theirs)
 
 
-def _known_outcomes(exercise: Exercise) -> list[list[Outcome]]:
+def _cause(outcome: Outcome) -> tuple[type, str]:
+    """What an exception is recognised by: its type, with its message unless the answer's own
+    `raise` chose the words. Names of variables do not count."""
+    if ": `raise " in outcome.line:
+        return type(outcome.error), "raise"
+    text = message_of(outcome.error)
+    if isinstance(outcome.error, NameError):
+        text = re.sub("'.*?'", "a name", text)
+    return type(outcome.error), text
+
+
+def _known_trials(exercise: Exercise, cases: list[Case], expected: list[Any]) -> list[list[Trial]]:
     """What each wrong answer does on each case: tried once, since cases are the same each time."""
     kept = _known.get(id(exercise))
     if kept is not None:
         return kept[1]
-    known = []
-    for mistake in exercise.wrong:
-        subject, outcomes = exercise.as_subject(mistake.fn), []
-        for case in exercise.cases():
-            outcomes.append(perform(case, subject, exercise.limit)[0])
-            if outcomes[-1].kind == "timeout":
-                break
-        known.append(outcomes)
-    if all(outcome.kind != "timeout" for outcomes in known for outcome in outcomes):
+    known = [
+        _tried(exercise, exercise.as_subject(m.fn), cases, expected, _files(m.fn))
+        for m in exercise.wrong
+    ]
+    if all(trial.outcome.kind != "timeout" for trials in known for trial in trials):
         _known[id(exercise)] = exercise, known  # kept with it, so that its id stays its own
     return known
 
 
-_known: dict[int, tuple[Exercise, list[list[Outcome]]]] = {}
+_known: dict[int, tuple[Exercise, list[list[Trial]]]] = {}
+
+
+def _source(answer: Callable) -> str:
+    try:
+        return source_of(answer)
+    except CannotSave:
+        return ""
 
 
 def _method(exercise: Exercise) -> str | None:

@@ -68,15 +68,20 @@ class Case:
 
 @dataclass(frozen=True)
 class Wrong:
-    """A plausible wrong answer, and the sentence that tells its author what the mistake is."""
+    """A plausible wrong answer, and the sentence that tells its author what the mistake is.
+
+    `hints` names a kind of `Exercise.hints`, or holds three rungs of its own. None stands for the
+    kind of the case in which the mistake is recognised.
+    """
 
     fn: Callable
     why: str
+    hints: str | tuple[str, str, str] | None = None
 
 
-def wrong(why: str) -> Callable[[Callable], Wrong]:
+def wrong(why: str, hints: str | tuple[str, str, str] | None = None) -> Callable[[Callable], Wrong]:
     """Decorator: `@wrong("This is the table for interleaved pairs: ...")` over the wrong answer."""
-    return lambda fn: Wrong(fn, why)
+    return lambda fn: Wrong(fn, why, hints)
 
 
 @dataclass(frozen=True)
@@ -87,7 +92,8 @@ class Exercise:
     same each time (seed what is random). `hints` maps each kind of case to three rungs. `target`
     is what the answer replaces in the engine: "nanoserve.weights:unpermute", a class, or a method
     as "nanoserve.cache:NaiveKVCache.append" (the cases then get the class). `solution` is left out
-    where the target is the solution. `limit` is the number of seconds a case may take.
+    where the target is the solution. `limit` is the number of seconds a case may take. `was` holds
+    former names of the exercise: answers and progress saved under them still count.
     """
 
     name: str
@@ -97,11 +103,25 @@ class Exercise:
     solution: Callable | None = None
     wrong: tuple[Wrong, ...] = ()
     limit: float = 10.0
+    was: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         short = [kind for kind, rungs in self.hints.items() if len(rungs) != 3]
         if short or not self.hints:
             raise CourseError(f"the exercise {self.name!r} needs three hints for each kind {short}")
+        for hints in {mistake.hints for mistake in self.wrong} - {None}:
+            if hints not in self.hints if isinstance(hints, str) else len(hints) != 3:
+                raise CourseError(f"the exercise {self.name!r} has no hints {hints!r}")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The exercise's name, then its former names."""
+        return (self.name, *self.was)
+
+    def ladder(self, kind: str, mistake: Wrong | None = None) -> tuple[str, str, str]:
+        """Three hints for a case of this kind; a recognised mistake may choose others."""
+        chosen = mistake.hints if mistake and mistake.hints else kind
+        return self.hints[chosen] if isinstance(chosen, str) else chosen
 
     def reference(self) -> Callable:
         """The right answer: `solution`, else the package's own. For a method, its class."""

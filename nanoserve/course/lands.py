@@ -2,16 +2,21 @@
 
 A cell of a percent twin (notebooks/source/dayNN_name.py) whose first line is
 
-    # lands in nanoserve/layers.py
-    # until day 13: lands in nanoserve/layers.py
+    # lands in nanoserve/layers.py: rms_norm
+    # until day 13: lands in nanoserve/layers.py: sdpa
 
-holds nothing but definitions (and imports they need): functions, classes, constants. The first
-kind is compared with the package. A class may land in pieces, `class Model(Model):` and some
+holds nothing but definitions (and imports they need): functions, classes, constants. `rewrite`
+writes the names after the last colon from the definitions. The first kind is compared with the
+package. A class may land in pieces, `class Model(Model):` and some
 methods; so a class is compared as its head (decorators, class line, docstring, fields) and method
 by method. The second kind runs and is not compared; the day it names must land its definitions.
 
 Every definition of the engine lands exactly once, or stands in untaught.txt until its day is
 written.
+
+A folded cell shows its first line only. So every other folded cell begins with a comment that says
+what the cell holds. For a cell of definitions, the solution of an exercise, `rewrite` writes that
+comment: `# solution: rotate_half`.
 """
 
 import ast
@@ -24,7 +29,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 EXEMPT = {"cli.py", "fetch.py", "gguf_file.py", "__init__.py", "__main__.py"}
 
-_MARK = re.compile(r"^# (?:until day (\d+): )?lands in (nanoserve/\S+\.py)\s*$")
+LINE = 100  # characters of a first line
+_MARK = re.compile(r"^# (?:until day (\d+): )?lands in (nanoserve/\S+?\.py)(?:: .*)?\s*$")
 _CELL = re.compile(r"(?m)^(?=# %%)")
 
 
@@ -120,13 +126,11 @@ def _names(node: ast.stmt) -> Iterator[str]:
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         yield node.name
     elif isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
-        for name in ast.walk(node):
-            if (
-                isinstance(name, ast.Name)
-                and isinstance(name.ctx, ast.Store)
-                and name.id != "__all__"
-            ):
-                yield name.id
+        for target in getattr(node, "targets", None) or [node.target]:
+            for name in ast.walk(target):
+                stored = isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store)
+                if stored and name.id != "__all__":
+                    yield name.id
     elif isinstance(node, ast.Try) or (
         isinstance(node, ast.If) and "TYPE_CHECKING" not in ast.unparse(node.test)
     ):
@@ -310,13 +314,70 @@ def _read_untaught(ledger: Ledger) -> set[tuple[str, str]]:
 
 
 def rewrite(twin_text: str, twin: str, root: Path = ROOT) -> str:
-    """The twin's text with the package's words in its lands cells; `until day` cells stay."""
+    """The twin's text with the package's words in its lands cells, and with the names of what they
+    hold in the first lines of lands cells and of folded solutions. The definitions of `until day`
+    cells stay."""
     out = []
     for cell, chunk in _split(twin_text, twin):
-        out.append(
-            chunk if cell is None or cell.until is not None else _rewrite_cell(cell, chunk, root)
-        )
+        if cell is not None and cell.until is None:
+            chunk = _rewrite_cell(cell, chunk, root)
+        out.append(_named(chunk, twin, cell))
     return "".join(out)
+
+
+def _named(chunk: str, twin: str, cell: LandsCell | None) -> str:
+    """The cell with its definitions' names in its first line, if that line is generated."""
+    head, _, body = chunk.partition("\n")
+    if cell is not None:
+        until = "" if cell.until is None else f"until day {cell.until}: "
+        mark, held = f"# {until}lands in {cell.target}", body.partition("\n")[2]
+        names = list(definitions(held, cell.where, cell=True))
+    elif is_folded(head):
+        mark, held = "# solution", re.sub(r"\A# solution(: .*)?\n", "", body)
+        names = _solution_names(held)
+    else:
+        return chunk
+    return f"{head}\n{mark}: {_short(names, LINE - len(mark) - 2)}\n{held}" if names else chunk
+
+
+def _solution_names(source: str) -> list[str]:
+    """The names of a folded cell of definitions alone, a function or class among them; a cell that
+    holds anything else, or has a first line of its own, gives none."""
+    if source.startswith("#") or not re.search(r"(?m)^(def|class) ", source):
+        return []
+    try:
+        return list(definitions(source, "a folded cell", cell=True))
+    except LandsError:
+        return []
+
+
+def _short(names: list[str], width: int) -> str:
+    """The names as a list of at most `width` characters. A class's name stands for its methods, if
+    its head is there; private names are left out first, then the last ones."""
+    heads = {name for name in names if "." not in name}
+    shown = [n for n in names if "'" not in n and (n in heads or n.split(".")[0] not in heads)]
+    if len(", ".join(shown)) > width:
+        shown = [n for n in shown if not n.split(".")[-1].startswith("_")] or shown
+    kept = list(shown)
+    while kept and len(_and_more(kept, len(shown))) > width:
+        kept.pop()
+    return _and_more(kept, len(shown))
+
+
+def _and_more(kept: list[str], of: int) -> str:
+    more = f" and {of - len(kept)} more" if len(kept) < of else ""
+    return ", ".join(kept) + more
+
+
+def is_folded(head: str) -> bool:
+    """Whether a cell's `# %%` line folds the cell in JupyterLab."""
+    return bool(re.search(r'"source_hidden": *true', head))
+
+
+def unnamed_folds(twin_text: str) -> list[str]:
+    """The first lines of the folded cells that do not say in a comment what they hold."""
+    chunks = [chunk.split("\n") for chunk in _CELL.split(twin_text)]
+    return [lines[1] for lines in chunks if is_folded(lines[0]) and not lines[1].startswith("# ")]
 
 
 def _rewrite_cell(cell: LandsCell, chunk: str, root: Path) -> str:

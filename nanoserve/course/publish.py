@@ -12,8 +12,9 @@ from pathlib import Path
 
 from nanoserve.course.lands import ROOT, twins
 
+SETUP_HEAD = '# %% jupyter={"source_hidden": true}'
 SETUP_CELL = """\
-# Set-up: installs nanoserve where it is missing (as on Colab). In your own clone it does nothing.
+# Set-up: on Colab, installs nanoserve in a minute or two. In your own clone it does nothing.
 import importlib.util, subprocess, sys
 from pathlib import Path
 
@@ -24,12 +25,10 @@ if importlib.util.find_spec("nanoserve") is None:
     source = wheels[-1].as_uri() if wheels else source
     if source is None:
         raise ModuleNotFoundError("put a nanoserve-*.whl beside this notebook, then run again")
-    print("Installing nanoserve, which takes a minute or two, from", source)
     pip = [sys.executable, "-m", "pip", "install", "-q", f"nanoserve[notebook] @ {source}"]
     done = subprocess.run(pip, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    print(done.stdout)
     if done.returncode:
-        raise RuntimeError("pip could not install nanoserve; its reason stands above.")
+        raise RuntimeError(f"pip could not install nanoserve from {source}:\\n{done.stdout}")
     importlib.invalidate_caches()
 """
 
@@ -57,12 +56,12 @@ def setup_cell(repository: str) -> str:
 
 
 def stamp(twin_text: str, twin: str, repository: str) -> str:
-    """The twin with the current set-up cell and, once there is a repository, its badge."""
+    """The twin with the current set-up cell, folded, and, once there is a repository, its badge."""
     cells = re.split(r"(?m)^(?=# %%)", _BADGE.sub("", twin_text))
     for i, cell in enumerate(cells):
-        head, _, body = cell.partition("\n")
+        _, _, body = cell.partition("\n")
         if is_setup(body):
-            cells[i] = f"{head}\n{setup_cell(repository)}\n"
+            cells[i] = f"{SETUP_HEAD}\n{setup_cell(repository)}\n"
     text = "".join(cells)
     return re.sub(r"(?m)^# # .*\n", lambda m: m[0] + _badge(twin, repository), text, count=1)
 

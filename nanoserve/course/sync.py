@@ -223,14 +223,16 @@ def problems(root: Path = ROOT, only: tuple[str, ...] = ()) -> list[str]:
         try:
             if in_step(twin, root) != twin.read_text(encoding="utf-8"):
                 found.append(f"{twin.stem}: its lands or set-up cells are not as in the package")
+            for line in lands.unnamed_folds(twin.read_text(encoding="utf-8")):
+                found.append(f"{twin.stem}: a folded cell begins with no comment, but: {line}")
             path = notebook_of(twin)
             old = _read(path)
             if old is None:
                 found.append(f"{twin.stem}: has no notebook yet")
                 continue
             new = build(twin.read_text(encoding="utf-8"), old)
-            if next((k for k in _keys(new.cells) if k[0] == "code"), None) != ("code", "set-up"):
-                found.append(f"{twin.stem}: its first code cell is not the set-up cell")
+            if ("code", "set-up") not in _keys(new.cells[1:2]):
+                found.append(f"{twin.stem}: the cell below its title is not the set-up cell")
             if code_changed(new, old):
                 found.append(f"{twin.stem}: its code changed since the notebook ran")
                 continue

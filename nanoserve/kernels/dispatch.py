@@ -21,7 +21,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 def has_triton() -> bool:
     """Whether Triton can be imported here: it is made for Linux alone."""
     try:
-        import triton  # noqa: F401
+        import triton
     except ImportError:
         return False
     return True
@@ -56,7 +56,7 @@ def why_not_triton(device: torch.device) -> str | None:
     if type(paged_attention_kernel).__name__ == "InterpretedFunction":
         return None  # TRITON_INTERPRET=1 was set: Triton's interpreter runs anywhere
     if device.type != "cuda":
-        return "it is no CUDA card, and TRITON_INTERPRET=1 was not set before Triton was imported"
+        return "it is not a CUDA GPU, and TRITON_INTERPRET=1 was not set before Triton was imported"
     capability = torch.cuda.get_device_capability(device)
     if capability < LEAST_CAPABILITY:
         has, needs = (".".join(map(str, pair)) for pair in (capability, LEAST_CAPABILITY))
@@ -84,9 +84,9 @@ def _check_name(name: str) -> None:
 
 
 @cache
-def _warn_fallback(card: str, reason: str) -> None:
-    """One warning per card: a @cache'd function runs once for the same arguments."""
-    warnings.warn(f"tlsim takes the place of Triton on {card}: {reason}", stacklevel=3)
+def _warn_fallback(gpu: str, reason: str) -> None:
+    """One warning per GPU: a @cache'd function runs once for the same arguments."""
+    warnings.warn(f"tlsim takes the place of Triton on {gpu}: {reason}", stacklevel=3)
 
 
 def check_attention(

@@ -43,7 +43,7 @@ def paged_attention_kernel(
     q = q.to(tl.float32) * scale  # [BLOCK_D]
     visible = kv_len - query_len + query + 1  # the keys up to the query's own
     m = float("-inf")
-    l = 0.0  # noqa: E741
+    l = 0.0
     acc = tl.zeros((BLOCK_D,), tl.float32)
     for start in range(0, visible, TILE):
         position = start + tl.arange(0, TILE)
@@ -59,7 +59,7 @@ def paged_attention_kernel(
         m_new = tl.maximum(m, tl.max(score, axis=0))
         alpha = tl.exp(m - m_new)  # shrinks what was summed under the old maximum
         p = tl.exp(score - m_new)
-        l = l * alpha + tl.sum(p, axis=0)  # noqa: E741
+        l = l * alpha + tl.sum(p, axis=0)
         acc = acc * alpha + tl.sum(p[:, None] * v.to(tl.float32), axis=0)
         m = m_new
 

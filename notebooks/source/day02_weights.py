@@ -15,8 +15,8 @@
 # 4-bit numbers and put two sorts of rows back in order, until all 273 tensors are equal to the
 # oracle's.
 
-# %% tags=["setup"]
-# Set-up: installs nanoserve where it is missing (as on Colab). In your own clone it does nothing.
+# %% jupyter={"source_hidden": true}
+# Set-up: on Colab, installs nanoserve in a minute or two. In your own clone it does nothing.
 import importlib.util, subprocess, sys
 from pathlib import Path
 
@@ -27,12 +27,10 @@ if importlib.util.find_spec("nanoserve") is None:
     source = wheels[-1].as_uri() if wheels else source
     if source is None:
         raise ModuleNotFoundError("put a nanoserve-*.whl beside this notebook, then run again")
-    print("Installing nanoserve, which takes a minute or two, from", source)
     pip = [sys.executable, "-m", "pip", "install", "-q", f"nanoserve[notebook] @ {source}"]
     done = subprocess.run(pip, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    print(done.stdout)
     if done.returncode:
-        raise RuntimeError("pip could not install nanoserve; its reason stands above.")
+        raise RuntimeError(f"pip could not install nanoserve from {source}:\n{done.stdout}")
     importlib.invalidate_caches()
 
 # %%
@@ -97,7 +95,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/config.py
+# lands in nanoserve/config.py: FAMILIES, UnsupportedModel, Llama3Scaling, ModelConfig
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
@@ -151,7 +149,7 @@ class ModelConfig:
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/config.py
+# lands in nanoserve/config.py: parse_config, _refuse, _rope, _ids
 def parse_config(hf: dict, generation: dict | None = None) -> ModelConfig:
     """Turn the dictionary of a config.json (and of a generation_config.json) into a ModelConfig."""
     eos = (generation or {}).get("eos_token_id")
@@ -256,7 +254,7 @@ def _ids(value: int | list[int] | None) -> tuple[int, ...]:
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/config.py
+# lands in nanoserve/config.py: load_config, read_json
 def load_config(path: Path) -> ModelConfig:
     """Read the config of a folder in the Hugging Face layout, or of a .gguf file.
 
@@ -313,7 +311,7 @@ told(lambda: parse_config(gguf_config(path) | {"rope_scaling": {"rope_type": "ya
 # engine uses the Hugging Face names, because most checkpoints come with them. The dictionary:
 
 # %%
-# lands in nanoserve/weights.py
+# lands in nanoserve/weights.py: GGUF_NAMES
 GGUF_NAMES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -366,7 +364,7 @@ import re
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/weights.py
+# lands in nanoserve/weights.py: hf_name
 def hf_name(gguf_name: str) -> str:
     """The Hugging Face name of a GGUF tensor: blk.3.attn_q.weight is a q_proj of model.layers.3.
 
@@ -384,7 +382,7 @@ def hf_name(gguf_name: str) -> str:
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/weights.py
+# lands in nanoserve/weights.py: expected_shapes
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor the model needs, by its Hugging Face name. A Linear weight is [out, in]."""
     hidden, mlp = config.hidden_size, config.intermediate_size
@@ -525,7 +523,7 @@ today.check(dequantize_q4_1)
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/weights.py
+# lands in nanoserve/weights.py: dequantize_q4_1
 def dequantize_q4_1(blocks: torch.Tensor) -> torch.Tensor:
     """Undo Q4_1 (ggml): uint8 [n, 20] -> float32 [n, 32], where value = scale * nibble + minimum.
 
@@ -547,7 +545,7 @@ import numpy as np
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/weights.py
+# lands in nanoserve/weights.py: dequantize
 def dequantize(tensor: "ReaderTensor") -> torch.Tensor:
     """A GGUF tensor's values in float32, in the shape that PyTorch gives them."""
     from gguf.quants import dequantize as dequantize_any
@@ -631,7 +629,7 @@ today.check(unpermute)
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/weights.py
+# lands in nanoserve/weights.py: unpermute
 def unpermute(weight: torch.Tensor, n_heads: int) -> torch.Tensor:
     """Undo GGUF's order of a Llama's q or k rows: [n_heads * head_dim, ...], same shape out.
 
@@ -657,7 +655,7 @@ print(unpermute(in_file, n_heads=1).tolist())
 from collections.abc import Callable
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/weights.py
+# lands in nanoserve/weights.py: FLOATS, StoredTensor, check_shapes
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -687,7 +685,7 @@ def check_shapes(stored: dict[str, StoredTensor], expected: dict[str, tuple[int,
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/weights.py
+# lands in nanoserve/weights.py: list_gguf
 def list_gguf(path: Path, config: ModelConfig) -> dict[str, StoredTensor]:
     """The tensors of a GGUF file under their Hugging Face names, dequantised as they are read.
 
@@ -719,7 +717,7 @@ def list_gguf(path: Path, config: ModelConfig) -> dict[str, StoredTensor]:
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/weights.py
+# lands in nanoserve/weights.py: list_safetensors
 def list_safetensors(folder: Path) -> dict[str, StoredTensor]:
     """The tensors of model.safetensors, or of the shards that its index.json names."""
     from safetensors import SafetensorError, safe_open
@@ -743,7 +741,7 @@ def list_safetensors(folder: Path) -> dict[str, StoredTensor]:
             shard = safe_open(file, framework="pt")
         except SafetensorError as error:
             raise ValueError(f"{file} is not a whole safetensors file: {error}") from None
-        for name in shard.keys():  # noqa: SIM118 (a safetensors file is no dict)
+        for name in shard.keys():  # a safetensors file is no dict
             if name.endswith("rotary_emb.inv_freq"):  # a constant that old Llama files carry
                 continue
             view = shard.get_slice(name)
@@ -759,7 +757,7 @@ def list_safetensors(folder: Path) -> dict[str, StoredTensor]:
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/weights.py
+# lands in nanoserve/weights.py: load_weights
 def load_weights(
     path: Path,
     config: ModelConfig,

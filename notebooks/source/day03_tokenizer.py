@@ -15,8 +15,8 @@
 # text into tokens, and then the piece every chat program needs: a detokeniser that shows an answer
 # while it is being made and never shows half a character.
 
-# %%
-# Set-up: installs nanoserve where it is missing (as on Colab). In your own clone it does nothing.
+# %% jupyter={"source_hidden": true}
+# Set-up: on Colab, installs nanoserve in a minute or two. In your own clone it does nothing.
 import importlib.util, subprocess, sys
 from pathlib import Path
 
@@ -27,12 +27,10 @@ if importlib.util.find_spec("nanoserve") is None:
     source = wheels[-1].as_uri() if wheels else source
     if source is None:
         raise ModuleNotFoundError("put a nanoserve-*.whl beside this notebook, then run again")
-    print("Installing nanoserve, which takes a minute or two, from", source)
     pip = [sys.executable, "-m", "pip", "install", "-q", f"nanoserve[notebook] @ {source}"]
     done = subprocess.run(pip, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    print(done.stdout)
     if done.returncode:
-        raise RuntimeError("pip could not install nanoserve; its reason stands above.")
+        raise RuntimeError(f"pip could not install nanoserve from {source}:\n{done.stdout}")
     importlib.invalidate_caches()
 
 # %%
@@ -80,7 +78,7 @@ for character in "eé語🍕":
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/tokenizer.py
+# lands in nanoserve/tokenizer.py: byte_alphabet
 def byte_alphabet() -> dict[str, int]:
     """The 256 printable characters that stand for the 256 bytes in a byte-level vocabulary (GPT-2).
 
@@ -172,6 +170,7 @@ today.check(merge_step)
 # A worked answer is folded below.
 
 # %% jupyter={"source_hidden": true}
+# solution: merge_step
 from itertools import pairwise
 
 
@@ -249,7 +248,7 @@ from nanoserve.gguf_file import gguf_tokenizer
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/tokenizer.py
+# lands in nanoserve/tokenizer.py: Tokenizer
 class Tokenizer:
     """A checkpoint's own tokenizer: text to token ids and back, and its chat template."""
 
@@ -288,7 +287,7 @@ class Tokenizer:
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/tokenizer.py
+# lands in nanoserve/tokenizer.py: Tokenizer.decode, Tokenizer.token_bytes and 2 more
 class Tokenizer(Tokenizer):
     def decode(self, ids: Sequence[int], skip_special: bool = False) -> str:
         """Token ids to a whole text; bytes that are no UTF-8 become U+FFFD.
@@ -329,7 +328,7 @@ class Tokenizer(Tokenizer):
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/tokenizer.py
+# lands in nanoserve/tokenizer.py: load_tokenizer, _read_folder
 def load_tokenizer(source: str | Path = "smollm2") -> Tokenizer:
     """The tokenizer of "smollm2", a folder in the Hugging Face layout, a .gguf file or a hub id.
 
@@ -456,7 +455,7 @@ print("encode(typed, parse_special=True)", tokenizer.encode(typed, parse_special
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/tokenizer.py
+# lands in nanoserve/tokenizer.py: Tokenizer.prefix_ids, Tokenizer.render_chat, Tokenizer._name
 class Tokenizer(Tokenizer):
     @cached_property
     def prefix_ids(self) -> list[int]:
@@ -623,7 +622,7 @@ today.check(Detokenizer)
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/tokenizer.py
+# lands in nanoserve/tokenizer.py: Detokenizer
 class Detokenizer:
     """Turns a stream of token ids into pieces of text that are never half a character.
 

@@ -14,8 +14,8 @@
 # **Today** you write attention, the only place in the model where tokens learn of each other. Nine
 # query heads will share three heads of keys and values, and no token will see what comes after it.
 
-# %%
-# Set-up: installs nanoserve where it is missing (as on Colab). In your own clone it does nothing.
+# %% jupyter={"source_hidden": true}
+# Set-up: on Colab, installs nanoserve in a minute or two. In your own clone it does nothing.
 import importlib.util, subprocess, sys
 from pathlib import Path
 
@@ -26,12 +26,10 @@ if importlib.util.find_spec("nanoserve") is None:
     source = wheels[-1].as_uri() if wheels else source
     if source is None:
         raise ModuleNotFoundError("put a nanoserve-*.whl beside this notebook, then run again")
-    print("Installing nanoserve, which takes a minute or two, from", source)
     pip = [sys.executable, "-m", "pip", "install", "-q", f"nanoserve[notebook] @ {source}"]
     done = subprocess.run(pip, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    print(done.stdout)
     if done.returncode:
-        raise RuntimeError("pip could not install nanoserve; its reason stands above.")
+        raise RuntimeError(f"pip could not install nanoserve from {source}:\n{done.stdout}")
     importlib.invalidate_caches()
 
 # %%
@@ -104,7 +102,7 @@ x.shape
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/layers.py
+# lands in nanoserve/layers.py: _heads, _linear
 def _heads(x: torch.Tensor, n: int) -> torch.Tensor:
     """[batch, seq, n * head_dim] -> [batch, n, seq, head_dim], a view."""
     return x.unflatten(-1, (n, -1)).transpose(1, 2)
@@ -155,6 +153,7 @@ today.check(group_queries)
 
 
 # %% jupyter={"source_hidden": true}
+# solution: group_queries
 def group_queries(q: torch.Tensor, n_kv: int) -> torch.Tensor:
     """Sort query heads by the KV head they read:
     [batch, n_q, seq, d] -> [batch, n_kv, n_rep, seq, d], a view."""
@@ -214,6 +213,7 @@ today.check(causal_mask)
 
 
 # %% jupyter={"source_hidden": true}
+# solution: causal_mask
 def causal_mask(seq: int) -> torch.Tensor:
     """True where query i may not see key j, that is where j > i: bool [seq, seq]."""
     return torch.ones(seq, seq, dtype=torch.bool).triu(1)
@@ -275,7 +275,7 @@ today.check(sdpa)
 
 
 # %% jupyter={"source_hidden": true}
-# until day 13: lands in nanoserve/layers.py
+# until day 13: lands in nanoserve/layers.py: sdpa
 def sdpa(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None = None
 ) -> torch.Tensor:
@@ -315,7 +315,7 @@ print("close to torch's own:", torch.allclose(sdpa(q, k, v), theirs, atol=1e-5))
 
 
 # %% jupyter={"source_hidden": true}
-# until day 11: lands in nanoserve/layers.py
+# until day 11: lands in nanoserve/layers.py: gqa_attention
 def gqa_attention(
     x: torch.Tensor,
     layer: dict[str, torch.Tensor],

@@ -14,8 +14,8 @@
 # **Today** you join norm, attention and MLP into one decoder block. It is four lines of code, and
 # there are a dozen wrong ways to write them. Then you follow a sentence through all thirty blocks.
 
-# %%
-# Set-up: installs nanoserve where it is missing (as on Colab). In your own clone it does nothing.
+# %% jupyter={"source_hidden": true}
+# Set-up: on Colab, installs nanoserve in a minute or two. In your own clone it does nothing.
 import importlib.util, subprocess, sys
 from pathlib import Path
 
@@ -26,12 +26,10 @@ if importlib.util.find_spec("nanoserve") is None:
     source = wheels[-1].as_uri() if wheels else source
     if source is None:
         raise ModuleNotFoundError("put a nanoserve-*.whl beside this notebook, then run again")
-    print("Installing nanoserve, which takes a minute or two, from", source)
     pip = [sys.executable, "-m", "pip", "install", "-q", f"nanoserve[notebook] @ {source}"]
     done = subprocess.run(pip, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    print(done.stdout)
     if done.returncode:
-        raise RuntimeError("pip could not install nanoserve; its reason stands above.")
+        raise RuntimeError(f"pip could not install nanoserve from {source}:\n{done.stdout}")
     importlib.invalidate_caches()
 
 # %%
@@ -128,7 +126,7 @@ today.check(block)
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/layers.py
+# lands in nanoserve/layers.py: block
 def block(
     x: torch.Tensor,
     layer: dict[str, torch.Tensor],

@@ -15,8 +15,8 @@
 # logits out. Then you hold all of it to the oracle, on the real weights and on families of models
 # that you have never run.
 
-# %%
-# Set-up: installs nanoserve where it is missing (as on Colab). In your own clone it does nothing.
+# %% jupyter={"source_hidden": true}
+# Set-up: on Colab, installs nanoserve in a minute or two. In your own clone it does nothing.
 import importlib.util, subprocess, sys
 from pathlib import Path
 
@@ -27,12 +27,10 @@ if importlib.util.find_spec("nanoserve") is None:
     source = wheels[-1].as_uri() if wheels else source
     if source is None:
         raise ModuleNotFoundError("put a nanoserve-*.whl beside this notebook, then run again")
-    print("Installing nanoserve, which takes a minute or two, from", source)
     pip = [sys.executable, "-m", "pip", "install", "-q", f"nanoserve[notebook] @ {source}"]
     done = subprocess.run(pip, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    print(done.stdout)
     if done.returncode:
-        raise RuntimeError("pip could not install nanoserve; its reason stands above.")
+        raise RuntimeError(f"pip could not install nanoserve from {source}:\n{done.stdout}")
     importlib.invalidate_caches()
 
 # %%
@@ -104,7 +102,7 @@ today.check(_layer)
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/model.py
+# lands in nanoserve/model.py: _layer
 def _layer(weights: dict[str, torch.Tensor], i: int) -> dict[str, torch.Tensor]:
     """Layer i's weights, by names that are the same for every layer."""
     prefix = f"model.layers.{i}."
@@ -121,7 +119,7 @@ def _layer(weights: dict[str, torch.Tensor], i: int) -> dict[str, torch.Tensor]:
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/model.py
+# lands in nanoserve/model.py: Model
 class Model:
     """A decoder-only transformer: a config, and weights by their Hugging Face names."""
 
@@ -182,7 +180,7 @@ today.check(hidden)
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/model.py
+# lands in nanoserve/model.py: Model.hidden, Model._check
 class Model(Model):
     def hidden(self, ids: torch.Tensor, cache: Cache | None = None) -> torch.Tensor:
         """The last block's output, normed: ids [batch, seq] -> [batch, seq, hidden]."""
@@ -229,7 +227,7 @@ today.check(head)
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/model.py
+# lands in nanoserve/model.py: Model.__call__, Model.head
 class Model(Model):
     def __call__(self, ids: torch.Tensor, cache: Cache | None = None) -> torch.Tensor:
         """Logits of the token after each position: ids [batch, seq] -> [batch, seq, vocab].
@@ -245,7 +243,7 @@ class Model(Model):
 
 
 # %% jupyter={"source_hidden": true}
-# until day 13: lands in nanoserve/model.py
+# until day 13: lands in nanoserve/model.py: load_model
 def load_model(
     source: str | Path = "smollm2",
     dtype: torch.dtype = torch.float32,

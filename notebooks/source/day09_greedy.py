@@ -14,8 +14,8 @@
 # **Today** your model writes. You build the loop that turns logits into text and knows when to stop,
 # and hold it to the oracle: the same token, 64 times in a row, on ten prompts.
 
-# %%
-# Set-up: installs nanoserve where it is missing (as on Colab). In your own clone it does nothing.
+# %% jupyter={"source_hidden": true}
+# Set-up: on Colab, installs nanoserve in a minute or two. In your own clone it does nothing.
 import importlib.util, subprocess, sys
 from pathlib import Path
 
@@ -26,12 +26,10 @@ if importlib.util.find_spec("nanoserve") is None:
     source = wheels[-1].as_uri() if wheels else source
     if source is None:
         raise ModuleNotFoundError("put a nanoserve-*.whl beside this notebook, then run again")
-    print("Installing nanoserve, which takes a minute or two, from", source)
     pip = [sys.executable, "-m", "pip", "install", "-q", f"nanoserve[notebook] @ {source}"]
     done = subprocess.run(pip, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    print(done.stdout)
     if done.returncode:
-        raise RuntimeError("pip could not install nanoserve; its reason stands above.")
+        raise RuntimeError(f"pip could not install nanoserve from {source}:\n{done.stdout}")
     importlib.invalidate_caches()
 
 # %%
@@ -85,7 +83,7 @@ from nanoserve.model import Model
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/generate.py
+# lands in nanoserve/generate.py: next_logits
 @torch.no_grad()
 def next_logits(model: Model, ids: Sequence[int], cache: Cache | None = None) -> torch.Tensor:
     """The logits of the token that follows ids: float32 [vocab]. Only the last position's are
@@ -159,7 +157,7 @@ today.check(generate_tokens)
 
 
 # %% jupyter={"source_hidden": true}
-# until day 12: lands in nanoserve/generate.py
+# until day 12: lands in nanoserve/generate.py: generate_tokens
 def generate_tokens(
     model: Model,
     prompt_ids: Sequence[int],

@@ -15,8 +15,8 @@
 # shapes the draw, temperature, top-k, top-p and min-p, and prove them equal to the oracle's, ties
 # and edges included.
 
-# %%
-# Set-up: installs nanoserve where it is missing (as on Colab). In your own clone it does nothing.
+# %% jupyter={"source_hidden": true}
+# Set-up: on Colab, installs nanoserve in a minute or two. In your own clone it does nothing.
 import importlib.util, subprocess, sys
 from pathlib import Path
 
@@ -27,12 +27,10 @@ if importlib.util.find_spec("nanoserve") is None:
     source = wheels[-1].as_uri() if wheels else source
     if source is None:
         raise ModuleNotFoundError("put a nanoserve-*.whl beside this notebook, then run again")
-    print("Installing nanoserve, which takes a minute or two, from", source)
     pip = [sys.executable, "-m", "pip", "install", "-q", f"nanoserve[notebook] @ {source}"]
     done = subprocess.run(pip, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    print(done.stdout)
     if done.returncode:
-        raise RuntimeError("pip could not install nanoserve; its reason stands above.")
+        raise RuntimeError(f"pip could not install nanoserve from {source}:\n{done.stdout}")
     importlib.invalidate_caches()
 
 # %%
@@ -131,7 +129,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/sampling.py
+# lands in nanoserve/sampling.py: HUGE, SamplingParams, _require
 HUGE = sys.float_info.max
 
 
@@ -215,7 +213,7 @@ today.check(apply_temperature)
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/sampling.py
+# lands in nanoserve/sampling.py: apply_temperature
 def apply_temperature(logits: torch.Tensor, temperature: float) -> torch.Tensor:
     """Divide by a temperature above 0: below 1 sharpens, above 1 flattens.
 
@@ -262,7 +260,7 @@ today.check(mask_top_k)
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/sampling.py
+# lands in nanoserve/sampling.py: mask_top_k
 def mask_top_k(logits: torch.Tensor, top_k: int) -> torch.Tensor:
     """Keep the top_k largest logits, and whatever ties with the last of them; 0 keeps all."""
     if top_k == 0:
@@ -305,7 +303,7 @@ today.check(mask_top_p)
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/sampling.py
+# lands in nanoserve/sampling.py: mask_top_p
 def mask_top_p(logits: torch.Tensor, top_p: float) -> torch.Tensor:
     """Keep the fewest tokens whose probabilities reach top_p (Holtzman et al. 2020, section 3.1).
 
@@ -338,7 +336,7 @@ today.check(mask_min_p)
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/sampling.py
+# lands in nanoserve/sampling.py: mask_min_p
 def mask_min_p(logits: torch.Tensor, min_p: float) -> torch.Tensor:
     """Keep what is at least min_p times as probable as the best (Nguyen et al. 2024, section 3)."""
     probs = torch.softmax(logits, dim=-1)
@@ -353,7 +351,7 @@ def mask_min_p(logits: torch.Tensor, min_p: float) -> torch.Tensor:
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/sampling.py
+# lands in nanoserve/sampling.py: distribution
 def distribution(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     """The probabilities a draw uses, [..., vocab]: temperature, top-k, top-p, min-p, softmax."""
     logits = apply_temperature(logits, params.temperature)
@@ -415,7 +413,7 @@ today.widget("sampling", logits=after, tokens=labels)
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/sampling.py
+# lands in nanoserve/sampling.py: draw, make_generator
 def draw(probs: torch.Tensor, generator: torch.Generator | None = None) -> int:
     """Draw one id from probs [vocab] with one uniform number: the first id whose running sum
     exceeds it. An id of probability 0 is never drawn. Without a generator, torch's global one."""
@@ -458,7 +456,7 @@ print("the same 12 draws:", once == again, "  the token of probability 0 was dra
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/sampling.py
+# lands in nanoserve/sampling.py: apply_penalties, _count
 def apply_penalties(
     logits: torch.Tensor,
     prompt_ids: Sequence[int],
@@ -503,7 +501,7 @@ for penalty in (1.0, 1.3):
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/sampling.py
+# lands in nanoserve/sampling.py: Sample, sample
 @dataclass(frozen=True)
 class Sample:
     """One chosen token. The logprobs are the model's own: before penalties, temperature and masks.

@@ -14,8 +14,8 @@
 # **Today** you give the model a memory. You write the cache that keeps the keys and values of past
 # tokens, and the loop of Day 9 then computes one token per step instead of all of them.
 
-# %%
-# Set-up: installs nanoserve where it is missing (as on Colab). In your own clone it does nothing.
+# %% jupyter={"source_hidden": true}
+# Set-up: on Colab, installs nanoserve in a minute or two. In your own clone it does nothing.
 import importlib.util, subprocess, sys
 from pathlib import Path
 
@@ -26,12 +26,10 @@ if importlib.util.find_spec("nanoserve") is None:
     source = wheels[-1].as_uri() if wheels else source
     if source is None:
         raise ModuleNotFoundError("put a nanoserve-*.whl beside this notebook, then run again")
-    print("Installing nanoserve, which takes a minute or two, from", source)
     pip = [sys.executable, "-m", "pip", "install", "-q", f"nanoserve[notebook] @ {source}"]
     done = subprocess.run(pip, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    print(done.stdout)
     if done.returncode:
-        raise RuntimeError("pip could not install nanoserve; its reason stands above.")
+        raise RuntimeError(f"pip could not install nanoserve from {source}:\n{done.stdout}")
     importlib.invalidate_caches()
 
 # %%
@@ -122,7 +120,7 @@ from nanoserve.config import ModelConfig
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/layers.py
+# lands in nanoserve/layers.py: Cache
 class Cache(Protocol):
     """What the model asks of a cache. It holds one sequence."""
 
@@ -165,6 +163,7 @@ today.check(causal_mask)
 
 
 # %% jupyter={"source_hidden": true}
+# solution: causal_mask
 def causal_mask(query_len: int, kv_len: int) -> torch.Tensor:
     """True where query i may not see key j: bool [query_len, kv_len]. The queries are the last
     query_len of kv_len positions."""
@@ -188,7 +187,7 @@ def causal_mask(query_len: int, kv_len: int) -> torch.Tensor:
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/cache.py
+# lands in nanoserve/cache.py: NaiveKVCache
 class NaiveKVCache:
     """One contiguous strip of memory per sequence, doubled when it is full."""
 
@@ -239,7 +238,7 @@ today.check(append)
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/cache.py
+# lands in nanoserve/cache.py: NaiveKVCache.append
 class NaiveKVCache(NaiveKVCache):
     def append(
         self, layer: int, k: torch.Tensor, v: torch.Tensor
@@ -275,7 +274,7 @@ from nanoserve.layers import _heads, _linear, apply_rope, rms_norm, rope_tables,
 
 
 # %% jupyter={"source_hidden": true}
-# until day 19: lands in nanoserve/layers.py
+# until day 19: lands in nanoserve/layers.py: gqa_attention
 def gqa_attention(
     x: torch.Tensor,
     layer: dict[str, torch.Tensor],

@@ -14,8 +14,8 @@
 # **Today** the pieces become an engine. One loop serves greedy and sampled, cached and not; text
 # streams while it is made; and a stop string ends an answer before anybody has seen a letter of it.
 
-# %%
-# Set-up: installs nanoserve where it is missing (as on Colab). In your own clone it does nothing.
+# %% jupyter={"source_hidden": true}
+# Set-up: on Colab, installs nanoserve in a minute or two. In your own clone it does nothing.
 import importlib.util, subprocess, sys
 from pathlib import Path
 
@@ -26,12 +26,10 @@ if importlib.util.find_spec("nanoserve") is None:
     source = wheels[-1].as_uri() if wheels else source
     if source is None:
         raise ModuleNotFoundError("put a nanoserve-*.whl beside this notebook, then run again")
-    print("Installing nanoserve, which takes a minute or two, from", source)
     pip = [sys.executable, "-m", "pip", "install", "-q", f"nanoserve[notebook] @ {source}"]
     done = subprocess.run(pip, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    print(done.stdout)
     if done.returncode:
-        raise RuntimeError("pip could not install nanoserve; its reason stands above.")
+        raise RuntimeError(f"pip could not install nanoserve from {source}:\n{done.stdout}")
     importlib.invalidate_caches()
 
 # %%
@@ -89,7 +87,7 @@ from nanoserve.tokenizer import Detokenizer, Tokenizer, load_tokenizer
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/generate.py
+# lands in nanoserve/generate.py: generate_tokens
 def generate_tokens(
     model: Model,
     prompt_ids: Sequence[int],
@@ -208,7 +206,7 @@ today.check(StopStrings)
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/generate.py
+# lands in nanoserve/generate.py: StopStrings
 class StopStrings:
     """Holds text back for as long as it may still turn out to be a stop string."""
 
@@ -303,7 +301,7 @@ for name in ("emoji", "japanese", "story"):
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/generate.py
+# lands in nanoserve/generate.py: Completion, Stream
 @dataclass(frozen=True)
 class Completion:
     """What a prompt was answered with.
@@ -382,7 +380,7 @@ class Stream:
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/generate.py
+# lands in nanoserve/generate.py: LLM
 class LLM:
     """A model, its tokenizer and a kind of cache: the public face of the engine."""
 
@@ -437,7 +435,7 @@ class LLM:
 
 
 # %% jupyter={"source_hidden": true}
-# until day 19: lands in nanoserve/generate.py
+# until day 19: lands in nanoserve/generate.py: CACHES, new_cache, LLM.__init__, LLM.stream
 CACHES = ("naive",)
 
 

@@ -15,8 +15,8 @@
 # Day 1, and find out what holds the engine up now. Then you cut attention into tiles, so that prefill
 # stops computing what its mask throws away, and make three products of a decode step one.
 
-# %%
-# Set-up: installs nanoserve where it is missing (as on Colab). In your own clone it does nothing.
+# %% jupyter={"source_hidden": true}
+# Set-up: on Colab, installs nanoserve in a minute or two. In your own clone it does nothing.
 import importlib.util, subprocess, sys
 from pathlib import Path
 
@@ -27,12 +27,10 @@ if importlib.util.find_spec("nanoserve") is None:
     source = wheels[-1].as_uri() if wheels else source
     if source is None:
         raise ModuleNotFoundError("put a nanoserve-*.whl beside this notebook, then run again")
-    print("Installing nanoserve, which takes a minute or two, from", source)
     pip = [sys.executable, "-m", "pip", "install", "-q", f"nanoserve[notebook] @ {source}"]
     done = subprocess.run(pip, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    print(done.stdout)
     if done.returncode:
-        raise RuntimeError("pip could not install nanoserve; its reason stands above.")
+        raise RuntimeError(f"pip could not install nanoserve from {source}:\n{done.stdout}")
     importlib.invalidate_caches()
 
 # %%
@@ -77,8 +75,8 @@ import torch
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/bench/timing.py
-Clock = Callable[[], float]  # seconds, from any origin
+# lands in nanoserve/bench/timing.py: Clock, median_times, token_times, read_bandwidth
+Clock = Callable[[], float]  # returns seconds; any origin will do
 
 
 def median_times(
@@ -87,7 +85,7 @@ def median_times(
     warmup: int = 1,
     clock: Clock = time.perf_counter,
 ) -> dict[str, float]:
-    """Median seconds of each run. They take turns, so that a drifting machine hurts all alike."""
+    """Median seconds of each run. The runs take turns, so that a slower moment affects all."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(warmup + rounds):
         for name, run in runs.items():
@@ -101,9 +99,9 @@ def median_times(
 def token_times(
     run: Callable[[Callable[[int], None]], object], clock: Clock = time.perf_counter
 ) -> list[float]:
-    """Seconds that each token took: run(on_token) calls on_token as each one comes.
+    """Seconds between tokens, where run(on_token) calls on_token(token_id) for every token.
 
-    The first is the time to first token, prefill included; the others are decode steps.
+    The first number is the time to first token; the others are inter-token latencies.
     """
     stamps = [clock()]
     run(lambda _token: stamps.append(clock()))
@@ -113,10 +111,10 @@ def token_times(
 def read_bandwidth(
     size: int = 1 << 29, clock: Clock = time.perf_counter, device: str | torch.device = "cpu"
 ) -> float:
-    """Bytes per second at which a device reads its memory: the roof of every decode step.
+    """Bytes per second at which a device reads its memory: the peak bandwidth of this machine.
 
-    The best of five sums over `size` bytes, far more than a cache holds. A card works while the
-    program goes on: its clock has to wait for it.
+    The best of five sums over `size` bytes, far more than a processor's cache holds. A GPU runs
+    asynchronously, so it needs a clock that synchronises first (`device_clock` of runner.py).
     """
     buffer = torch.ones(size // 4, dtype=torch.float32, device=device)
     best = float("inf")
@@ -192,37 +190,40 @@ from nanoserve.oracle import Oracle, load_oracle
 from nanoserve.sampling import SamplingParams
 
 
-# %% jupyter={"source_hidden": true}
-# lands in nanoserve/bench/decode.py
-Path = Callable[[Sequence[int], int, Callable[[int], None]], list[int]]
-
-
+# %%
+# lands in nanoserve/bench/correctness.py: WrongAnswer
 class WrongAnswer(RuntimeError):
-    """A path gave other tokens than the oracle, so it is not timed."""
+    """A benchmarked variant gave another result than its reference, so no time is measured."""
+
+
+# %% jupyter={"source_hidden": true}
+# lands in nanoserve/bench/decode.py: DecodePath, DecodeRow, decode_benchmark and 3 more
+# called with (prompt_ids, max_tokens, on_token); returns the token ids that it generated
+DecodePath = Callable[[Sequence[int], int, Callable[[int], None]], list[int]]
 
 
 @dataclass(frozen=True)
 class DecodeRow:
-    """One path at one length: seconds to the first token, and per token after it."""
+    """One code path on one prompt: time to first token and time per output token, in seconds."""
 
     path: str
-    context: int
-    prefill: float
-    decode: float
+    context: int  # tokens in the prompt
+    ttft: float
+    tpot: float
 
 
 def decode_benchmark(
-    paths: dict[str, Path],
+    paths: dict[str, DecodePath],
     reference: str,
     prompts: Sequence[Sequence[int]],
     tokens: int = 8,
     rounds: int = 3,
     clock: Clock = time.perf_counter,
 ) -> list[DecodeRow]:
-    """Time each path on each prompt, taking turns; medians over rounds and tokens.
+    """Time each code path on each prompt, in turns; the rows hold medians over rounds and tokens.
 
-    `paths` maps a name to run(prompt_ids, max_tokens, on_token) -> token ids. Raises WrongAnswer
-    where a path's tokens differ from the reference's; that check is also the warm-up.
+    `paths` maps a name to a DecodePath, and `reference` is one of the names. Raises WrongAnswer
+    where a path's tokens differ from the reference's; this check is also the warm-up.
     """
     rows = []
     for prompt in prompts:
@@ -233,7 +234,7 @@ def decode_benchmark(
         times: dict[str, list[list[float]]] = {name: [] for name in paths}
         for _ in range(rounds):
             for name, path in paths.items():
-                run = lambda on_token, path=path: path(prompt, tokens, on_token)  # noqa: B023, E731
+                run = lambda on_token, path=path: path(prompt, tokens, on_token)
                 times[name].append(token_times(run, clock))
         for name, runs in times.items():
             first = median(run[0] for run in runs)
@@ -242,12 +243,12 @@ def decode_benchmark(
     return rows
 
 
-def engine_path(model: Model, cached: bool) -> Path:
-    """Our own loop, greedy, with the contiguous cache or none, as a path of the benchmark."""
+def engine_path(model: Model, cached: bool) -> DecodePath:
+    """Our own greedy loop with the contiguous cache, or without a cache."""
     return _loop(model, lambda _: NaiveKVCache(model.config) if cached else None)
 
 
-def _loop(model: Model, empty_cache: Callable[[int], Cache | None]) -> Path:
+def _loop(model: Model, empty_cache: Callable[[int], Cache | None]) -> DecodePath:
     def run(prompt: Sequence[int], tokens: int, on_token: Callable[[int], None]) -> list[int]:
         cache, ids = empty_cache(len(prompt) + tokens), []
         for chosen in generate_tokens(model, prompt, SamplingParams(max_tokens=tokens), cache):
@@ -258,8 +259,8 @@ def _loop(model: Model, empty_cache: Callable[[int], Cache | None]) -> Path:
     return run
 
 
-def oracle_path(oracle: Oracle, cached: bool) -> Path:
-    """transformers' generate as a path of the benchmark."""
+def oracle_path(oracle: Oracle, cached: bool) -> DecodePath:
+    """transformers' greedy generate, with its cache or without."""
 
     def run(prompt: Sequence[int], tokens: int, on_token: Callable[[int], None]) -> list[int]:
         return oracle.generate(prompt, tokens, cached, on_token, stop=False)
@@ -268,13 +269,14 @@ def oracle_path(oracle: Oracle, cached: bool) -> Path:
 
 
 def bytes_per_token(config: ModelConfig, context: int, dtype: torch.dtype) -> int:
-    """What one cached decode step must read: every weight once, and the history's keys and values.
+    """The bytes that one cached decode step must read: each weight once, and the cached K and V.
 
-    The embedding is not read, but for a single row, and the head, tied to it or not, is as large.
+    `context` is the number of cached tokens. Of the embedding the step reads one row, which is not
+    counted; the head, tied to the embedding or not, is counted whole.
     """
-    weights = sum(map(math.prod, expected_shapes(config).values()))  # one embedding or head
-    history = config.num_layers * 2 * context * config.n_kv * config.head_dim
-    return (weights + history) * dtype.itemsize
+    weights = sum(map(math.prod, expected_shapes(config).values()))  # has the embedding or the head
+    cached = config.num_layers * 2 * context * config.n_kv * config.head_dim
+    return (weights + cached) * dtype.itemsize
 
 
 # %% [markdown]
@@ -341,13 +343,13 @@ rows = decode_benchmark(paths, "transformers", [text[:n] for n in lengths], toke
 bandwidth = max(bandwidth, read_bandwidth())
 for row in rows:
     print(
-        f"{row.path:12} after {row.context:3} tokens: first {row.prefill * 1e3:5.0f} ms, "
-        f"then {row.decode * 1e3:5.0f} ms each"
+        f"{row.path:12} after {row.context:3} tokens: first {row.ttft * 1e3:5.0f} ms, "
+        f"then {row.tpot * 1e3:5.0f} ms each"
     )
 
 # %% tags=["nbval-ignore-output"]
-decode = {name: [row.decode * 1e3 for row in rows if row.path == name] for name in paths}
-day1 = [row.prefill * 1e3 for row in rows if row.path == "transformers"]
+decode = {name: [row.tpot * 1e3 for row in rows if row.path == name] for name in paths}
+day1 = [row.ttft * 1e3 for row in rows if row.path == "transformers"]
 speedup = [slow / fast for slow, fast in zip(decode["no cache"], decode["cache"])]
 for length, times in zip(lengths, speedup):
     print(f"after {length:3} tokens the cache is {times:4.1f} times faster")
@@ -466,6 +468,7 @@ today.check(keys_of_a_tile)
 
 
 # %% jupyter={"source_hidden": true}
+# solution: keys_of_a_tile
 def keys_of_a_tile(start: int, tile: int, query_len: int, kv_len: int) -> int:
     """How many keys, counted from key 0, the queries start to start + tile may see between them."""
     return kv_len - query_len + min(start + tile, query_len)
@@ -493,7 +496,7 @@ for tile in (1_024, 512, 128, 32):
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/layers.py
+# lands in nanoserve/layers.py: QUERY_TILE, sdpa, _attend
 QUERY_TILE = 128  # queries that attend at once: enough to fill a matmul, few enough to skip keys
 
 
@@ -521,23 +524,25 @@ def sdpa(
     )  # the heads that share keys, together
     k, v = k.flatten(0, 1), v.flatten(0, 1)  # [batch * n_kv, kv_len, head_dim]
     out = torch.empty_like(q)
-    # one tile's scores, used again by the next: fresh memory is slow to touch
-    room = q.new_empty(batch * n_q * min(query_len, QUERY_TILE) * kv_len)
+    # scores of one tile; every tile writes into the same memory, since fresh memory is slow
+    workspace = q.new_empty(batch * n_q * min(query_len, QUERY_TILE) * kv_len)
     for start in range(0, query_len, QUERY_TILE):
         tile = slice(start, min(start + QUERY_TILE, query_len))
         keys = kv_len - query_len + tile.stop
-        out[:, :, tile] = _attend(q[:, :, tile], k[:, :keys], v[:, :keys], room)
+        out[:, :, tile] = _attend(q[:, :, tile], k[:, :keys], v[:, :keys], workspace)
     return out.view(batch, n_q, query_len, head_dim)
 
 
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, workspace: torch.Tensor
+) -> torch.Tensor:
     """One tile: q [groups, n_rep, tile, head_dim], scaled; k, v [groups, keys, head_dim] -> as q.
 
-    `room` is at least groups * n_rep * tile * keys numbers to work in.
+    The scores are written into `workspace`, at least groups * n_rep * tile * keys numbers.
     """
     groups, n_rep, tile, _ = q.shape
     shape = (groups, n_rep * tile, k.shape[1])
-    scores = room[: math.prod(shape)].view(shape)
+    scores = workspace[: math.prod(shape)].view(shape)
     torch.bmm(q.flatten(1, 2), k.transpose(1, 2), out=scores)
     if tile > 1:
         future = torch.ones(tile, tile, dtype=torch.bool, device=q.device).triu_(1)
@@ -652,7 +657,7 @@ from nanoserve.weights import load_weights
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/layers.py
+# lands in nanoserve/layers.py: _qkv
 def _qkv(x: torch.Tensor, layer: dict[str, torch.Tensor]) -> torch.Tensor:
     """q, k and v of x in a row, [batch, seq, (n_q + 2 * n_kv) * head_dim].
 
@@ -664,7 +669,7 @@ def _qkv(x: torch.Tensor, layer: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/model.py
+# lands in nanoserve/model.py: load_model, join_qkv
 def load_model(
     source: str | Path = "smollm2",
     dtype: torch.dtype = torch.float32,

@@ -14,8 +14,8 @@
 # **Today** the cache learns to attend. It is handed the query with the keys and values, and gives back
 # the answer instead of the history. Attention grows one branch for it, the last it will ever need.
 
-# %%
-# Set-up: installs nanoserve where it is missing (as on Colab). In your own clone it does nothing.
+# %% jupyter={"source_hidden": true}
+# Set-up: on Colab, installs nanoserve in a minute or two. In your own clone it does nothing.
 import importlib.util, subprocess, sys
 from pathlib import Path
 
@@ -26,12 +26,10 @@ if importlib.util.find_spec("nanoserve") is None:
     source = wheels[-1].as_uri() if wheels else source
     if source is None:
         raise ModuleNotFoundError("put a nanoserve-*.whl beside this notebook, then run again")
-    print("Installing nanoserve, which takes a minute or two, from", source)
     pip = [sys.executable, "-m", "pip", "install", "-q", f"nanoserve[notebook] @ {source}"]
     done = subprocess.run(pip, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    print(done.stdout)
     if done.returncode:
-        raise RuntimeError("pip could not install nanoserve; its reason stands above.")
+        raise RuntimeError(f"pip could not install nanoserve from {source}:\n{done.stdout}")
     importlib.invalidate_caches()
 
 # %%
@@ -70,7 +68,7 @@ from nanoserve.kernels.reference import paged_attention_reference
 
 
 # %% jupyter={"source_hidden": true}
-# until day 25: lands in nanoserve/cache.py
+# until day 25: lands in nanoserve/cache.py: PagedKVCache.paged_attention
 class PagedKVCache(PagedKVCache):
     def paged_attention(
         self,
@@ -126,7 +124,7 @@ from nanoserve.layers import Cache, _heads, _linear, _qkv, apply_rope, rms_norm,
 def gqa_attention(x, layer, cos, sin, config, cache=None, index=0):
     """x [batch, seq, hidden] -> [batch, seq, hidden]; the cache may gather, or attend itself."""
     heads = _heads(_qkv(x, layer), config.n_q + 2 * config.n_kv)  # of q, then of k, then of v
-    qk, v = heads.split([config.n_q + config.n_kv, config.n_kv], dim=1)  # noqa: RUF059
+    qk, v = heads.split([config.n_q + config.n_kv, config.n_kv], dim=1)
     if config.qk_norm:  # Qwen3: each head's query and key are normalised before they turn
         q, k = qk.split([config.n_q, config.n_kv], dim=1)
         q = rms_norm(q, layer["self_attn.q_norm.weight"], config.norm_eps)
@@ -145,7 +143,7 @@ today.check(gqa_attention)
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/layers.py
+# lands in nanoserve/layers.py: gqa_attention
 def gqa_attention(
     x: torch.Tensor,
     layer: dict[str, torch.Tensor],
@@ -297,7 +295,7 @@ from nanoserve.sampling import SamplingParams
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/generate.py
+# lands in nanoserve/generate.py: CACHES, new_cache, LLM.__init__, LLM.stream
 CACHES = ("paged", "naive")
 
 

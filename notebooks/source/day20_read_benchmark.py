@@ -15,8 +15,8 @@
 # history first, against the cache's own read. The result will not flatter anybody. It goes on the wall,
 # for a kernel to beat.
 
-# %%
-# Set-up: installs nanoserve where it is missing (as on Colab). In your own clone it does nothing.
+# %% jupyter={"source_hidden": true}
+# Set-up: on Colab, installs nanoserve in a minute or two. In your own clone it does nothing.
 import importlib.util, subprocess, sys
 from pathlib import Path
 
@@ -27,12 +27,10 @@ if importlib.util.find_spec("nanoserve") is None:
     source = wheels[-1].as_uri() if wheels else source
     if source is None:
         raise ModuleNotFoundError("put a nanoserve-*.whl beside this notebook, then run again")
-    print("Installing nanoserve, which takes a minute or two, from", source)
     pip = [sys.executable, "-m", "pip", "install", "-q", f"nanoserve[notebook] @ {source}"]
     done = subprocess.run(pip, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    print(done.stdout)
     if done.returncode:
-        raise RuntimeError("pip could not install nanoserve; its reason stands above.")
+        raise RuntimeError(f"pip could not install nanoserve from {source}:\n{done.stdout}")
     importlib.invalidate_caches()
 
 # %%
@@ -70,7 +68,7 @@ today.glossary("baseline", "sweep", "memory traffic", "roof", "bandwidth", "inte
 #
 # ## Your turn: `bytes_of_a_read`
 #
-# Count the bytes that move for `history` tokens in **one** layer. The mapping names slots, not blocks: the
+# Count the bytes that move for `kv_len` tokens in **one** layer. The mapping names slots, not blocks: the
 # empty end of the last block is not read. Stuck? `today.hint()` looks at the case that failed.
 
 # %%
@@ -80,8 +78,8 @@ from nanoserve.config import ModelConfig
 
 
 # %%
-def bytes_of_a_read(config: ModelConfig, history: int, dtype: torch.dtype, gathered: bool) -> int:
-    """The bytes that one layer's attention moves to read the keys and values of `history` tokens:
+def bytes_of_a_read(config: ModelConfig, kv_len: int, dtype: torch.dtype, gathered: bool) -> int:
+    """The bytes that one layer's attention moves to read the keys and values of `kv_len` tokens:
     where they lie, or, gathered, through a copy of them."""
     raise NotImplementedError("your turn")
 
@@ -90,10 +88,11 @@ today.check(bytes_of_a_read)
 
 
 # %% jupyter={"source_hidden": true}
-def bytes_of_a_read(config: ModelConfig, history: int, dtype: torch.dtype, gathered: bool) -> int:
-    """The bytes that one layer's attention moves to read the keys and values of `history` tokens:
+# solution: bytes_of_a_read
+def bytes_of_a_read(config: ModelConfig, kv_len: int, dtype: torch.dtype, gathered: bool) -> int:
+    """The bytes that one layer's attention moves to read the keys and values of `kv_len` tokens:
     where they lie, or, gathered, through a copy of them."""
-    once = 2 * history * config.n_kv * config.head_dim * dtype.itemsize
+    once = 2 * kv_len * config.n_kv * config.head_dim * dtype.itemsize
     return 5 * once if gathered else once
 
 
@@ -116,7 +115,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count, cycle
 
-from nanoserve.bench.decode import WrongAnswer
+from nanoserve.bench.correctness import WrongAnswer
 from nanoserve.bench.timing import Clock, median_times, read_bandwidth
 from nanoserve.cache import BLOCK_SIZE, KVPool, PagedKVCache
 from nanoserve.config import parse_config
@@ -125,7 +124,7 @@ from nanoserve.layers import sdpa
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/bench/attention.py
+# lands in nanoserve/bench/attention.py: LLAMA_1B, AttentionRow, attention_benchmark and 1 more
 LLAMA_1B = parse_config(
     {
         "model_type": "llama",
@@ -146,10 +145,13 @@ LLAMA_1B = parse_config(
 
 @dataclass(frozen=True)
 class AttentionRow:
-    """One way of reading one layer's history: median seconds, and the bytes it could not avoid."""
+    """One code path at one length: median seconds of one layer's attention of one new token.
+
+    `bytes` counts the keys and values once: every code path has to read them.
+    """
 
     path: str
-    history: int
+    kv_len: int
     seconds: float
     bytes: int
 
@@ -160,22 +162,22 @@ class AttentionRow:
 
 def attention_benchmark(
     config: ModelConfig,
-    histories: Sequence[int] = (16, 64, 256, 1024, 4096),
+    kv_lens: Sequence[int] = (16, 64, 256, 1024, 4096),
     dtype: torch.dtype = torch.float32,
     rounds: int = 20,
     clock: Clock = time.perf_counter,
 ) -> list[AttentionRow]:
-    """Time one layer's attention of one new token over histories that lie in scattered blocks.
+    """Time one layer's attention of one new token, with K and V in scattered blocks, two ways.
 
-    "gather" copies the history out of the pool and attends; "fused" is the cache's own read, by the
-    reference. They must agree to the last bit, or WrongAnswer is raised and no time is given. Each
-    round reads the next layer, and another for each path: a long history never waits in the
-    processor's cache.
+    "gather" copies K and V out of the pool, then attends. "fused" is the cache's paged_attention,
+    with the reference as backend. Raises WrongAnswer unless the two results are equal in every bit.
+    Each round moves to the next layer, and the two code paths use different layers, so that a long
+    sequence's K and V are not left in the processor's cache by the round before.
     """
     rows = []
-    for history in histories:
-        cache, step = scattered_cache(config, history, dtype)
-        layers = [0] * 2  # the layer each path reads next
+    for kv_len in kv_lens:
+        cache, step = scattered_cache(config, kv_len, dtype)
+        layers = [0] * 2  # of gather and of fused: the layer that each used last
 
         def gather(layers=layers, cache=cache, step=step) -> torch.Tensor:
             layers[0] = (layers[0] + 1) % (config.num_layers - 1)
@@ -183,36 +185,39 @@ def attention_benchmark(
 
         def fused(layers=layers, cache=cache, step=step) -> torch.Tensor:
             layers[1] = (layers[1] + 1) % (config.num_layers - 1)
-            with use_backend("reference"):  # what the cache called when the baseline was taken
+            with use_backend("reference"):  # the backend of Day 20, when the baseline was taken
                 return cache.paged_attention(
                     layers[1], step["k"], step["v"], step["q"], config.n_rep
                 )
 
         paths = {"gather": gather, "fused": fused}
-        if not torch.equal(fused(), gather()):  # fused first: gather would write for it
-            raise WrongAnswer(f"gather and fused differ after {history} tokens")
-        layers[1] += config.num_layers // 2  # else fused would find what gather has just read
-        moved = 2 * history * config.n_kv * config.head_dim * dtype.itemsize  # keys and values
+        # Run fused first: gather also writes K and V, which would hide a missing write.
+        if not torch.equal(fused(), gather()):
+            raise WrongAnswer(f"gather and fused differ at {kv_len} tokens")
+        layers[1] += config.num_layers // 2  # far from the layer that gather has just read
+        moved = 2 * kv_len * config.n_kv * config.head_dim * dtype.itemsize  # keys and values
         times = median_times(paths, rounds, warmup=2, clock=clock)
-        rows += [AttentionRow(path, history, seconds, moved) for path, seconds in times.items()]
+        rows += [AttentionRow(path, kv_len, seconds, moved) for path, seconds in times.items()]
     return rows
 
 
 def scattered_cache(
     config: ModelConfig,
-    history: int,
+    kv_len: int,
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
 ) -> tuple[PagedKVCache, dict[str, torch.Tensor]]:
-    """A cache that holds history - 1 random tokens in every second block of a pool, in descending
-    order, and the q, k and v of the next token. In any layer but the last, which would move
-    seq_len, the same read can be repeated."""
-    blocks = -(-history // BLOCK_SIZE)
+    """A cache of kv_len - 1 random tokens, and q, k and v of the next token by name.
+
+    The tokens lie in every second block of the pool, the last block first. The step of the next
+    token can be repeated in any layer but the last: only the last layer advances seq_len.
+    """
+    blocks = -(-kv_len // BLOCK_SIZE)
     pool = KVPool(config, 2 * blocks, BLOCK_SIZE, dtype, device)
     taken = pool.allocator.allocate_for(2 * blocks * BLOCK_SIZE)
-    for block in taken[1::2]:  # freed in ascending order, so handed out in descending order
+    for block in taken[1::2]:  # the free list is last in, first out: descending order
         pool.allocator.free(block)
-    random = torch.Generator().manual_seed(history)
+    random = torch.Generator().manual_seed(kv_len)
 
     def draw(heads: int, tokens: int) -> torch.Tensor:
         drawn = torch.randn(1, heads, tokens, config.head_dim, generator=random)
@@ -220,8 +225,8 @@ def scattered_cache(
 
     cache = PagedKVCache(pool)
     for layer in range(config.num_layers):
-        if history > 1:
-            cache.append(layer, draw(config.n_kv, history - 1), draw(config.n_kv, history - 1))
+        if kv_len > 1:
+            cache.append(layer, draw(config.n_kv, kv_len - 1), draw(config.n_kv, kv_len - 1))
     return cache, {"q": draw(config.n_q, 1), "k": draw(config.n_kv, 1), "v": draw(config.n_kv, 1)}
 
 
@@ -281,7 +286,7 @@ finally:
 ticks = count()
 for row in attention_benchmark(config, [16, 64], rounds=3, clock=lambda: float(next(ticks))):
     print(
-        f"{row.path:6} {row.history:3} tokens: {row.seconds} s, {row.bytes_per_second:,.0f} bytes/s"
+        f"{row.path:6} {row.kv_len:3} tokens: {row.seconds} s, {row.bytes_per_second:,.0f} bytes/s"
     )
 
 # %% [markdown]
@@ -303,7 +308,7 @@ print(f"this machine reads {roof / 1e9:.1f} GB/s")
 for name, results in rows.items():
     for gather, fused in zip(results[::2], results[1::2]):
         print(
-            f"{name} {gather.history:5} tokens: gather {gather.seconds * 1e6:5.0f} µs, fused "
+            f"{name} {gather.kv_len:5} tokens: gather {gather.seconds * 1e6:5.0f} µs, fused "
             f"{fused.seconds * 1e6:5.0f} µs, {fused.bytes_per_second / 1e9:4.1f} GB/s, "
             f"{fused.bytes_per_second / roof:3.0%} of the roof"
         )

@@ -15,8 +15,8 @@
 # another piece of the work. It gathers keys out of the pool, on your laptop, under a model of Triton
 # that watches every address.
 
-# %%
-# Set-up: installs nanoserve where it is missing (as on Colab). In your own clone it does nothing.
+# %% jupyter={"source_hidden": true}
+# Set-up: on Colab, installs nanoserve in a minute or two. In your own clone it does nothing.
 import importlib.util, subprocess, sys
 from pathlib import Path
 
@@ -27,12 +27,10 @@ if importlib.util.find_spec("nanoserve") is None:
     source = wheels[-1].as_uri() if wheels else source
     if source is None:
         raise ModuleNotFoundError("put a nanoserve-*.whl beside this notebook, then run again")
-    print("Installing nanoserve, which takes a minute or two, from", source)
     pip = [sys.executable, "-m", "pip", "install", "-q", f"nanoserve[notebook] @ {source}"]
     done = subprocess.run(pip, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    print(done.stdout)
     if done.returncode:
-        raise RuntimeError("pip could not install nanoserve; its reason stands above.")
+        raise RuntimeError(f"pip could not install nanoserve from {source}:\n{done.stdout}")
     importlib.invalidate_caches()
 
 # %%
@@ -135,6 +133,7 @@ today.check(offsets_and_mask)
 
 
 # %% jupyter={"source_hidden": true}
+# solution: offsets_and_mask
 def offsets_and_mask(program: int, tile: int, n: int):
     """(offsets int64 [tile], mask bool [tile]) of the lanes of a program, for n elements."""
     offsets = program * tile + torch.arange(tile)
@@ -280,9 +279,18 @@ print(slot * 1_024, slot.long() * 1_024)  # 8 KV heads of 128: 1,024 elements pe
 
 # %%
 def paged_gather(
-    pool_ptr, slot_ptr, out_ptr, kv_len, pool_slot, pool_head, out_row, out_head,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+    pool_ptr,
+    slot_ptr,
+    out_ptr,
+    kv_len,
+    pool_slot,
+    pool_head,
+    out_row,
+    out_head,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    TILE: tl.constexpr,
+):
     """One program copies one KV head's rows of one tile of positions."""
     raise NotImplementedError("your turn")
 
@@ -295,6 +303,7 @@ today.check(paged_gather)
 
 
 # %% jupyter={"source_hidden": true}
+# solution: paged_gather
 @tlsim.jit
 def paged_gather(
     pool_ptr,  # [num_slots, n_kv, head_dim]
@@ -334,9 +343,16 @@ def gather(kernel, pool, slot_mapping, tile):
     out = torch.full((kv_len, n_kv, head_dim), torch.nan)
     grid = (tlsim.cdiv(kv_len, tile), n_kv)  # rounded up
     kernel[grid](
-        pool, slot_mapping, out, kv_len, *pool.stride()[:2], *out.stride()[:2],
-        HEAD_DIM=head_dim, BLOCK_D=tlsim.next_power_of_2(head_dim), TILE=tile,
-    )  # fmt: skip
+        pool,
+        slot_mapping,
+        out,
+        kv_len,
+        *pool.stride()[:2],
+        *out.stride()[:2],
+        HEAD_DIM=head_dim,
+        BLOCK_D=tlsim.next_power_of_2(head_dim),
+        TILE=tile,
+    )
     return out
 
 
@@ -486,7 +502,7 @@ from typing import Any
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/kernels/tlsim/grid.py
+# lands in nanoserve/kernels/tlsim/grid.py: KernelError, Options, _options, options
 class KernelError(ValueError):
     """A kernel broke a rule of Triton's or left its memory; the message says where."""
 
@@ -528,7 +544,7 @@ def options(**changes: object) -> Iterator[Options]:
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/kernels/tlsim/grid.py
+# lands in nanoserve/kernels/tlsim/grid.py: Wave, _wave, current
 @dataclass
 class Wave:
     """Programs that run side by side: a part of the grid, whose axes x, y, z lead all values."""
@@ -563,7 +579,7 @@ def current() -> Wave:
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/kernels/tlsim/grid.py
+# lands in nanoserve/kernels/tlsim/grid.py: kernel_line, source_name, fault
 def kernel_line() -> tuple[str, int]:
     """The file and line of the kernel that is being run: the innermost frame that tlsim built."""
     frame = sys._getframe(1)
@@ -597,7 +613,7 @@ def fault(what: str, program: int | None = None, lane: tuple[int, ...] = ()) -> 
 # A pointer is a buffer and offsets, never an address: that is how out of bounds can be noticed at all.
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/kernels/tlsim/values.py
+# lands in nanoserve/kernels/tlsim/values.py: HALVES, Buffer, PointerType
 HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -625,7 +641,7 @@ class PointerType:
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/kernels/tlsim/values.py
+# lands in nanoserve/kernels/tlsim/values.py: Value
 class Value:
     """A tl.tensor of every program: a number, a block of numbers, or pointers.
 
@@ -684,7 +700,7 @@ class Value:
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/kernels/tlsim/values.py
+# lands in nanoserve/kernels/tlsim/values.py: Value.__getitem__, Value.__index__ and 2 more
 class Value(Value):
     def __getitem__(self, index: Any) -> "Value":
         """x[:, None] and the like: new axes of size 1, which is all that Triton can index."""
@@ -722,7 +738,7 @@ class Value(Value):
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/kernels/tlsim/values.py
+# lands in nanoserve/kernels/tlsim/values.py: _operator, _division, _quotient, _comparison
 def _operator(op: Callable) -> tuple[Callable, Callable]:
     """The methods for `value op other` and for `number op value`."""
     return (lambda a, b: combine(op, *paired(a, b))), (lambda a, b: combine(op, *paired(b, a)))
@@ -759,7 +775,7 @@ def _comparison(op: Callable) -> Callable:
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/kernels/tlsim/values.py
+# lands in nanoserve/kernels/tlsim/values.py: Value.__add__, Value.__radd__ and 28 more
 class Value(Value):
     def __add__(self, other: "Operand") -> "Value":
         return _sum(self, other)
@@ -806,7 +822,7 @@ class Value(Value):
 
 
 # %%
-# until day 22: lands in nanoserve/kernels/tlsim/values.py
+# until day 22: lands in nanoserve/kernels/tlsim/values.py: Product
 def Product(a, b):
     return combine(operator.mul, a, b)
 
@@ -816,7 +832,7 @@ def Product(a, b):
 # finds the dtype that Triton would compute in; **_sum** keeps a pointer a pointer and a ramp a ramp.
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/kernels/tlsim/values.py
+# lands in nanoserve/kernels/tlsim/values.py: Operand, as_value, _constant, _kind, paired
 Operand = Value | int | float | bool
 
 
@@ -864,7 +880,7 @@ def paired(a: Operand, b: Operand) -> tuple[Value, Value]:
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/kernels/tlsim/values.py
+# lands in nanoserve/kernels/tlsim/values.py: joint_shape, broadcasts, spread, combine, _sum
 @cache
 def joint_shape(*shapes: tuple[int, ...]) -> tuple[int, ...]:
     """The shape that blocks of these shapes broadcast to, aligned at the last axis."""
@@ -923,7 +939,7 @@ def _sum(a: Operand, b: Operand) -> Value:
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/kernels/tlsim/memory.py
+# lands in nanoserve/kernels/tlsim/memory.py: load, store, atomic_add, _write
 def load(pointer: Value, mask: Operand | None = None, other: Operand | None = None, **_) -> Value:
     """tl.load: what lies at the pointers, for lanes whose mask is true; `other` for the rest.
 
@@ -972,7 +988,7 @@ def _write(kind: str, pointer: Value, value: Operand, mask: Operand | None) -> N
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/kernels/tlsim/memory.py
+# lands in nanoserve/kernels/tlsim/memory.py: _lanes_for, _everywhere, _access
 def _lanes_for(pointer: Value, x: Operand, what: str) -> torch.Tensor:
     """x's lanes, ready to broadcast to those of the pointer."""
     x = as_value(x)
@@ -1012,7 +1028,7 @@ def _access(
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/kernels/tlsim/memory.py
+# lands in nanoserve/kernels/tlsim/memory.py: _check, _refuse
 def _check(kind: str, pointer: Value, live: torch.Tensor | None) -> None:
     """The sanitizer: offsets inside the buffer; no address stored to by two programs."""
     flat, wave = pointer.buffer.flat, current()
@@ -1051,7 +1067,7 @@ def _refuse(wrong: torch.Tensor, pointer: Value, deed: str) -> None:
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/kernels/tlsim/memory.py
+# lands in nanoserve/kernels/tlsim/memory.py: Access
 @dataclass(frozen=True)
 class Access:
     """One load, store or atomic_add of a wave of programs, as a trace keeps it."""
@@ -1084,7 +1100,7 @@ class Access:
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/kernels/tlsim/memory.py
+# lands in nanoserve/kernels/tlsim/memory.py: Trace, _trace, trace
 @dataclass
 class Trace:
     """What kernels loaded and stored while it was on, in order."""
@@ -1127,7 +1143,7 @@ def trace() -> Iterator[Trace]:
 # Today's part of `tl`: the types, which program this is, and the lanes. The rest comes tomorrow.
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/kernels/tlsim/language.py
+# lands in nanoserve/kernels/tlsim/language.py: int1, int8, int16, int32, int64, uint8 and 7 more
 int1, int8, int16, int32, int64 = torch.bool, torch.int8, torch.int16, torch.int32, torch.int64
 uint8, float16, bfloat16 = torch.uint8, torch.float16, torch.bfloat16
 float32, float64 = torch.float32, torch.float64
@@ -1151,7 +1167,7 @@ def num_programs(axis: int) -> Value:
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/kernels/tlsim/language.py
+# lands in nanoserve/kernels/tlsim/language.py: arange, _block_shape
 def arange(start: int, end: int) -> Value:
     """start, start + 1, ... end - 1: an int32 block whose length is a power of two."""
     if not (isinstance(start, int) and isinstance(end, int)):
@@ -1220,7 +1236,7 @@ from nanoserve.kernels.tlsim import language
 from nanoserve.kernels.tlsim.loops import Loop, Rewrite, named
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/kernels/tlsim/launch.py
+# lands in nanoserve/kernels/tlsim/launch.py: HINTS, One
 HINTS = {"num_warps", "num_stages", "num_ctas", "maxnreg"}  # to a compiler: taken and ignored
 
 
@@ -1235,7 +1251,7 @@ class One(int):
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/kernels/tlsim/launch.py
+# lands in nanoserve/kernels/tlsim/launch.py: Kernel
 class Kernel:
     """A function of Triton's language, to be launched as kernel[grid](*args, **meta)."""
 
@@ -1314,7 +1330,7 @@ class Kernel:
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/kernels/tlsim/launch.py
+# lands in nanoserve/kernels/tlsim/launch.py: _waves, jit, next_power_of_2
 def _waves(grid: tuple[int, int, int], options: Options) -> Iterator[tuple[torch.Tensor, ...]]:
     """The ids of the programs that run side by side, wave after wave, as Wave holds them."""
     x, y, z = grid
@@ -1349,7 +1365,7 @@ def next_power_of_2(n: int) -> int:
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/kernels/tlsim/launch.py
+# lands in nanoserve/kernels/tlsim/launch.py: _read, BUILTINS, REFUSED, _DTYPES, _translate, _TRITON
 def _read(fn: Callable) -> tuple[CodeType, set[str]]:
     """A kernel's source, compiled with loops that carry, and the names that it looks up."""
     try:

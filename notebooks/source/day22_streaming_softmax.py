@@ -15,8 +15,8 @@
 # is that of all of them together. Then you put the fold into a kernel, and the kernel is the engine's
 # attention.
 
-# %%
-# Set-up: installs nanoserve where it is missing (as on Colab). In your own clone it does nothing.
+# %% jupyter={"source_hidden": true}
+# Set-up: on Colab, installs nanoserve in a minute or two. In your own clone it does nothing.
 import importlib.util, subprocess, sys
 from pathlib import Path
 
@@ -27,12 +27,10 @@ if importlib.util.find_spec("nanoserve") is None:
     source = wheels[-1].as_uri() if wheels else source
     if source is None:
         raise ModuleNotFoundError("put a nanoserve-*.whl beside this notebook, then run again")
-    print("Installing nanoserve, which takes a minute or two, from", source)
     pip = [sys.executable, "-m", "pip", "install", "-q", f"nanoserve[notebook] @ {source}"]
     done = subprocess.run(pip, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    print(done.stdout)
     if done.returncode:
-        raise RuntimeError("pip could not install nanoserve; its reason stands above.")
+        raise RuntimeError(f"pip could not install nanoserve from {source}:\n{done.stdout}")
     importlib.invalidate_caches()
 
 # %%
@@ -80,12 +78,12 @@ today.glossary("softmax", "online softmax", "fold", "register", "reduction", "fl
 # %%
 from math import exp, inf
 
-m, l = -inf, 0.0  # noqa: E741  nothing seen yet
+m, l = -inf, 0.0  # nothing seen yet
 alpha = exp(m - 3)  # 1 and 3 come: the maximum is 3
-m, l = 3.0, l * alpha + exp(1 - 3) + exp(3 - 3)  # noqa: E741
+m, l = 3.0, l * alpha + exp(1 - 3) + exp(3 - 3)
 print(f"tile 1: alpha {alpha:.4f}   m {m}   l {l:.6f}")
 alpha = exp(m - 5)  # 2 and 5 come: the maximum is 5 now
-m, l = 5.0, l * alpha + exp(2 - 5) + exp(5 - 5)  # noqa: E741
+m, l = 5.0, l * alpha + exp(2 - 5) + exp(5 - 5)
 print(f"tile 2: alpha {alpha:.4f}   m {m}   l {l:.6f}")
 print(f"all at once:                  l {sum(exp(s - 5) for s in (1, 3, 2, 5)):.6f}")
 
@@ -109,7 +107,7 @@ import torch
 
 
 # %%
-def fold(m, l, acc, scores, values):  # noqa: E741
+def fold(m, l, acc, scores, values):
     """m, l [rows], acc [rows, head_dim], after one more tile -> (m, l, acc)."""
     raise NotImplementedError("your turn")
 
@@ -121,7 +119,8 @@ today.check(fold)
 
 
 # %% jupyter={"source_hidden": true}
-def fold(m, l, acc, scores, values):  # noqa: E741
+# solution: fold
+def fold(m, l, acc, scores, values):
     """m, l [rows], acc [rows, head_dim], after one more tile -> (m, l, acc)."""
     m_new = torch.maximum(m, scores.amax(-1))
     alpha = torch.exp(m - m_new)  # shrinks what was summed under the old maximum
@@ -140,11 +139,11 @@ def fold(m, l, acc, scores, values):  # noqa: E741
 def folded(scores, values, tile):
     """softmax(scores) @ values, a tile at a time."""
     rows, keys = scores.shape
-    m, l = torch.full((rows,), -torch.inf), torch.zeros(rows)  # noqa: E741
+    m, l = torch.full((rows,), -torch.inf), torch.zeros(rows)
     acc = torch.zeros(rows, values.shape[1])
     for start in range(0, keys, tile):
         seen = slice(start, start + tile)
-        m, l, acc = fold(m, l, acc, scores[:, seen], values[seen])  # noqa: E741
+        m, l, acc = fold(m, l, acc, scores[:, seen], values[seen])
     return acc / l[:, None]
 
 
@@ -202,7 +201,7 @@ from nanoserve.kernels.tlsim.values import (
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/kernels/tlsim/language.py
+# lands in nanoserve/kernels/tlsim/language.py: full, zeros, reshape, broadcast_to and 17 more
 def full(shape: tuple[int, ...], value: Operand, dtype: torch.dtype) -> Value:
     """A block that is `value` in every lane."""
     shape = _block_shape(*shape)
@@ -304,7 +303,7 @@ def static_assert(condition: bool, message: str = "") -> None:
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/kernels/tlsim/language.py
+# lands in nanoserve/kernels/tlsim/language.py: sum, max, min, _widened, _reduce, dot, __getattr__
 def sum(x: Value, axis: int | None = None, keep_dims: bool = False) -> Value:
     """The sum over an axis, or over all; narrow integers are summed in 32 bits."""
     x = x if x.dtype.is_floating_point else _widened(x)
@@ -399,7 +398,7 @@ import operator
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/kernels/tlsim/values.py
+# lands in nanoserve/kernels/tlsim/values.py: Product
 class Product(Value):
     """a * b in float32, multiplied out when somebody looks. A sum over it need not look: it is
     what torch calls a matrix product, with the grid's axes among its rows and columns."""
@@ -458,7 +457,7 @@ from nanoserve.kernels.tlsim.grid import current
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/kernels/tlsim/loops.py
+# lands in nanoserve/kernels/tlsim/loops.py: Range, Loop
 class Range:
     """tl.range, and range in a kernel: bounds are numbers, or values that differ by program."""
 
@@ -548,7 +547,7 @@ print(ast.unparse(tlsim.loops.Rewrite().visit(ast.parse(source))))
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/kernels/tlsim/loops.py
+# lands in nanoserve/kernels/tlsim/loops.py: named, Rewrite, _at
 def named(x: Any) -> Any:
     """What a kernel assigns to a name: a number becomes a tensor by it, unless tl.constexpr."""
     return as_value(x) if isinstance(x, int | float) else x
@@ -614,7 +613,7 @@ def _at(node: ast.stmt, source: str) -> list[ast.stmt]:
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/kernels/tlsim/language.py
+# lands in nanoserve/kernels/tlsim/language.py: range, static_range, math
 range, static_range = Range, builtins.range
 math = sys.modules[__name__]  # tl.math.exp is tl.exp
 
@@ -809,7 +808,7 @@ today.check(paged_attention_kernel)
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/kernels/paged_attention.py
+# lands in nanoserve/kernels/paged_attention.py: paged_attention_kernel
 @triton.jit
 def paged_attention_kernel(
     q_ptr,  # [n_q, query_len, head_dim]
@@ -845,7 +844,7 @@ def paged_attention_kernel(
     q = q.to(tl.float32) * scale  # [BLOCK_D]
     visible = kv_len - query_len + query + 1  # the keys up to the query's own
     m = float("-inf")
-    l = 0.0  # noqa: E741
+    l = 0.0
     acc = tl.zeros((BLOCK_D,), tl.float32)
     for start in range(0, visible, TILE):
         position = start + tl.arange(0, TILE)
@@ -861,7 +860,7 @@ def paged_attention_kernel(
         m_new = tl.maximum(m, tl.max(score, axis=0))
         alpha = tl.exp(m - m_new)  # shrinks what was summed under the old maximum
         p = tl.exp(score - m_new)
-        l = l * alpha + tl.sum(p, axis=0)  # noqa: E741
+        l = l * alpha + tl.sum(p, axis=0)
         acc = acc * alpha + tl.sum(p[:, None] * v.to(tl.float32), axis=0)
         m = m_new
 

@@ -15,8 +15,8 @@
 # interpreter, and Triton's compiler for a card. You launch it, refuse what it could not survive, write
 # the rule that says which engine runs where, and hold all of them to one oracle.
 
-# %%
-# Set-up: installs nanoserve where it is missing (as on Colab). In your own clone it does nothing.
+# %% jupyter={"source_hidden": true}
+# Set-up: on Colab, installs nanoserve in a minute or two. In your own clone it does nothing.
 import importlib.util, subprocess, sys
 from pathlib import Path
 
@@ -27,12 +27,10 @@ if importlib.util.find_spec("nanoserve") is None:
     source = wheels[-1].as_uri() if wheels else source
     if source is None:
         raise ModuleNotFoundError("put a nanoserve-*.whl beside this notebook, then run again")
-    print("Installing nanoserve, which takes a minute or two, from", source)
     pip = [sys.executable, "-m", "pip", "install", "-q", f"nanoserve[notebook] @ {source}"]
     done = subprocess.run(pip, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    print(done.stdout)
     if done.returncode:
-        raise RuntimeError("pip could not install nanoserve; its reason stands above.")
+        raise RuntimeError(f"pip could not install nanoserve from {source}:\n{done.stdout}")
     importlib.invalidate_caches()
 
 # %%
@@ -54,9 +52,17 @@ today.picture("one-source")
 
 # %%
 today.glossary(
-    "stride", "launch", "backend", "dispatch", "fallback", "override", "compute capability",
-    "ahead of time", "PTX", "shared memory",
-)  # fmt: skip
+    "stride",
+    "launch",
+    "backend",
+    "dispatch",
+    "fallback",
+    "override",
+    "compute capability",
+    "ahead of time",
+    "PTX",
+    "shared memory",
+)
 
 # %% [markdown]
 # ## One source
@@ -89,7 +95,7 @@ print("names that only one engine knows:", [x for x in ("torch", "tlsim", "cuda"
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/kernels/dispatch.py
+# lands in nanoserve/kernels/dispatch.py: BACKENDS, LEAST_CAPABILITY, has_triton, why_not_triton
 BACKENDS = ("triton", "tlsim", "reference")
 LEAST_CAPABILITY = (7, 5)  # a T4: older cards Triton does not support
 
@@ -97,7 +103,7 @@ LEAST_CAPABILITY = (7, 5)  # a T4: older cards Triton does not support
 def has_triton() -> bool:
     """Whether Triton can be imported here: it is made for Linux alone."""
     try:
-        import triton  # noqa: F401
+        import triton
     except ImportError:
         return False
     return True
@@ -110,7 +116,7 @@ def why_not_triton(device: torch.device) -> str | None:
     if type(paged_attention_kernel).__name__ == "InterpretedFunction":
         return None  # TRITON_INTERPRET=1 was set: Triton's interpreter runs anywhere
     if device.type != "cuda":
-        return "it is no CUDA card, and TRITON_INTERPRET=1 was not set before Triton was imported"
+        return "it is not a CUDA GPU, and TRITON_INTERPRET=1 was not set before Triton was imported"
     capability = torch.cuda.get_device_capability(device)
     if capability < LEAST_CAPABILITY:
         has, needs = (".".join(map(str, pair)) for pair in (capability, LEAST_CAPABILITY))
@@ -174,6 +180,7 @@ today.check(launch_arguments)
 
 
 # %% jupyter={"source_hidden": true}
+# solution: launch_arguments
 def launch_arguments(q, k_pool, v_pool, out):
     """(grid, strides) of paged_attention_kernel: two numbers, and eight, in its parameters' order."""
     grid = (q.shape[2], q.shape[1])
@@ -188,7 +195,7 @@ def launch_arguments(q, k_pool, v_pool, out):
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/kernels/dispatch.py
+# lands in nanoserve/kernels/dispatch.py: launch
 def launch(
     kernel: object,
     q: torch.Tensor,
@@ -283,7 +290,7 @@ except tlsim.KernelError as error:
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/kernels/dispatch.py
+# lands in nanoserve/kernels/dispatch.py: DTYPES, check_attention
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -377,7 +384,7 @@ from functools import cache
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/kernels/dispatch.py
+# lands in nanoserve/kernels/dispatch.py: paged_attention_triton, paged_attention_tlsim, LANES
 def paged_attention_triton(
     q: torch.Tensor,
     k_pool: torch.Tensor,
@@ -443,6 +450,7 @@ today.check(choose)
 
 
 # %% jupyter={"source_hidden": true}
+# solution: choose
 def choose(device_type, has_triton, capability, override=None):
     """The backend for tensors on a device: "triton", "tlsim" or "reference"."""
     able = device_type == "cuda" and has_triton and capability >= (7, 5)
@@ -462,7 +470,7 @@ def choose(device_type, has_triton, capability, override=None):
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/kernels/dispatch.py
+# lands in nanoserve/kernels/dispatch.py: select_backend, use_backend
 def select_backend(device: torch.device | str) -> str:
     """ "triton" for tensors on a card that Triton compiles for, "tlsim" anywhere else.
 
@@ -505,9 +513,9 @@ def _check_name(name: str) -> None:
 
 
 @cache
-def _warn_fallback(card: str, reason: str) -> None:
-    """One warning per card: a @cache'd function runs once for the same arguments."""
-    warnings.warn(f"tlsim takes the place of Triton on {card}: {reason}", stacklevel=3)
+def _warn_fallback(gpu: str, reason: str) -> None:
+    """One warning per GPU: a @cache'd function runs once for the same arguments."""
+    warnings.warn(f"tlsim takes the place of Triton on {gpu}: {reason}", stacklevel=3)
 
 
 # %%
@@ -561,7 +569,7 @@ print("H200", *on_a("H200", (9, 0), installed=False))
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/kernels/dispatch.py
+# lands in nanoserve/kernels/dispatch.py: paged_attention_dispatch
 def paged_attention_dispatch(
     q: torch.Tensor,
     k_pool: torch.Tensor,
@@ -641,14 +649,14 @@ from pathlib import Path
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/bench/agreement.py
-Engine = Callable[..., torch.Tensor]  # called as paged_attention_reference is
-BLOCK = 16
+# lands in nanoserve/bench/agreement.py: Runtime, BLOCK, AttentionShape, SHAPES and 3 more
+Runtime = Callable[..., torch.Tensor]  # has paged_attention_reference's arguments and result
+BLOCK = 16  # tokens in a block of the drawn pools
 
 
 @dataclass(frozen=True)
-class Read:
-    """One layer's read: its heads, and how many of its kv_len positions ask."""
+class AttentionShape:
+    """The shape of one attention call: heads, head_dim, queries, and keys (kv_len)."""
 
     name: str
     n_q: int
@@ -658,139 +666,187 @@ class Read:
     kv_len: int
 
 
-READS = (
-    Read("the very first token", 9, 3, 64, 1, 1),
-    Read("decode", 9, 3, 64, 1, 200),
-    Read("prefill", 9, 3, 64, 7, 7),
-    Read("continuation", 9, 3, 64, 3, 90),
-    Read("one KV head", 4, 1, 32, 3, 70),
-    Read("a KV head each", 3, 3, 16, 2, 50),
-    Read("head_dim 80", 6, 2, 80, 1, 150),
-    Read("head_dim 128, 700 tokens", 8, 2, 128, 1, 700),
+SHAPES = (
+    AttentionShape("the very first token", 9, 3, 64, 1, 1),
+    AttentionShape("decode", 9, 3, 64, 1, 200),
+    AttentionShape("prefill", 9, 3, 64, 7, 7),
+    AttentionShape("continuation", 9, 3, 64, 3, 90),
+    AttentionShape("one KV head", 4, 1, 32, 3, 70),
+    AttentionShape("a KV head each", 3, 3, 16, 2, 50),
+    AttentionShape("head_dim 80", 6, 2, 80, 1, 150),
+    AttentionShape("head_dim 128, 700 tokens", 8, 2, 128, 1, 700),
 )
 
 
 @dataclass(frozen=True)
 class AgreementRow:
-    """An engine on one read: the largest difference from the oracle, and the largest part of what
-    tolerance(dtype) allows that any element uses. An engine agrees if that is at most 1."""
+    """One runtime on one shape in one dtype.
 
-    read: str
+    `largest` is the largest absolute difference from the oracle. `used` is the largest fraction of
+    tolerance(dtype) that an element uses: a runtime agrees where it is at most 1.
+    """
+
+    shape: str
     dtype: str
-    engine: str
+    runtime: str
     largest: float
     used: float
 
     @property
     def agrees(self) -> bool:
-        return self.used <= 1  # NaN does not
+        return self.used <= 1  # False for NaN
 
 
 def agreement(
-    engines: Mapping[str, Engine],
-    reads: Sequence[Read] = READS,
+    runtimes: Mapping[str, Runtime],
+    shapes: Sequence[AttentionShape] = SHAPES,
     dtypes: Sequence[torch.dtype] = DTYPES,
     device: torch.device | str = "cpu",
 ) -> list[AgreementRow]:
-    """Run every engine on every read, on the device, against one oracle, on the CPU.
+    """Run every runtime on every shape, on `device`; compare with the oracle on the CPU.
 
-    The keys lie in scattered blocks, every slot that is not the read's holds NaN, and q is the
-    view that attention makes, its positions before its heads in memory.
+    The inputs are `draw`'s: scattered blocks, NaN in every other slot, and q in the layout that
+    gqa_attention makes (positions before heads in memory).
     """
     rows = []
     for dtype in dtypes:
         atol, rtol = tolerance(dtype)
-        for read in reads:
-            tensors, n_rep = draw(read, dtype), read.n_q // read.n_kv
+        for shape in shapes:
+            tensors, n_rep = draw(shape, dtype), shape.n_q // shape.n_kv
             oracle = paged_attention_reference(*tensors, n_rep).float()
-            there = [x.to(device) for x in tensors]
-            for name, engine in engines.items():
-                off = (engine(*there, n_rep).cpu().float() - oracle).abs()
-                used = float((off / (atol + rtol * oracle.abs())).max())
+            on_device = [x.to(device) for x in tensors]
+            for name, runtime in runtimes.items():
+                error = (runtime(*on_device, n_rep).cpu().float() - oracle).abs()
+                used = float((error / (atol + rtol * oracle.abs())).max())
                 kind = str(dtype).removeprefix("torch.")
-                rows.append(AgreementRow(read.name, kind, name, float(off.max()), used))
+                rows.append(AgreementRow(shape.name, kind, name, float(error.max()), used))
     return rows
 
 
-def draw(read: Read, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """(q, k_pool, v_pool, slot_mapping) of a read, at random and the same each time."""
-    random = torch.Generator().manual_seed(read.kv_len)
-    q = torch.randn(1, read.query_len, read.n_q, read.head_dim, generator=random).transpose(1, 2)
-    blocks = -(-read.kv_len // BLOCK)
-    pools = torch.full((2, 2 * blocks * BLOCK, read.n_kv, read.head_dim), torch.nan)
+def draw(shape: AttentionShape, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """Random (q, k_pool, v_pool, slot_mapping) of a shape; the same numbers at each call."""
+    random = torch.Generator().manual_seed(shape.kv_len)
+    q = torch.randn(1, shape.query_len, shape.n_q, shape.head_dim, generator=random)
+    blocks = -(-shape.kv_len // BLOCK)
+    pools = torch.full((2, 2 * blocks * BLOCK, shape.n_kv, shape.head_dim), torch.nan)
     starts = torch.randperm(2 * blocks, generator=random)[:blocks] * BLOCK
-    slots = (starts[:, None] + torch.arange(BLOCK)).flatten()[: read.kv_len]
+    slots = (starts[:, None] + torch.arange(BLOCK)).flatten()[: shape.kv_len]
     pools[:, slots] = torch.randn(pools[:, slots].shape, generator=random)
     k_pool, v_pool = pools.to(dtype)
-    return q.to(dtype), k_pool, v_pool, slots
+    return q.transpose(1, 2).to(dtype), k_pool, v_pool, slots
 
 
 # %% [markdown]
-# The engines come from the cells above. A second cell makes a program of it, so that the same table can
-# be filled in by another process, or on another machine: it prints the rows as JSON, with the device,
-# the driver and the versions, and with `--record` it keeps them. If an engine does not agree, nothing is
-# recorded.
+# The runtimes come from the cells above. A result needs its label: on what machine, with which versions. One
+# function describes the machine, for every recorded run and for `nanoserve doctor`, and another writes the file.
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/bench/agreement.py
-def engines_of(device: torch.device) -> dict[str, Engine]:
-    """The engines that can run the kernel on a device, in this process."""
-    engines = {"tlsim": paged_attention_tlsim}
-    if why_not_triton(device) is None:
-        interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-        engines["interpreter" if interpreted else "compiled"] = paged_attention_triton
-    return engines
+# lands in nanoserve/bench/machine.py: DATA, machine, _driver, _version, save_run
+DATA = Path("notebooks/data")  # where runs are recorded, from the root of a clone
 
 
-def machine(device: torch.device) -> dict[str, str | None]:
-    """What a recorded run says about where it was made."""
-    card = device.type == "cuda"
-    driver, smi = None, shutil.which("nvidia-smi") if card else None
-    if smi:
-        ask = [smi, "--query-gpu=driver_version", "--format=csv,noheader"]
-        driver = subprocess.run(ask, capture_output=True, text=True).stdout.split("\n")[0].strip()
+def machine(
+    device: torch.device | str, packages: Sequence[str] = ("torch", "triton")
+) -> dict[str, object]:
+    """The machine as every recorded run and `nanoserve doctor` describe it.
+
+    Keys: device, driver and cuda (None without an NVIDIA GPU), platform, threads, versions (None
+    for a package that is not installed), date.
+    """
+    device = torch.device(device)
+    gpu = device.type == "cuda"
     return {
-        "device": torch.cuda.get_device_name(device) if card else "CPU",
-        "driver": driver or None,
-        "cuda": torch.version.cuda if card else None,
+        "device": torch.cuda.get_device_name(device) if gpu else device.type.upper(),
+        "driver": _driver() if gpu else None,
+        "cuda": torch.version.cuda if gpu else None,
         "platform": f"{platform.system()} {platform.machine()}",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "triton": getattr(sys.modules.get("triton"), "__version__", None),
+        "threads": torch.get_num_threads(),
+        "versions": {
+            "python": platform.python_version(),
+            **{package: _version(package) for package in packages},
+        },
         "date": date.today().isoformat(),
     }
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the machine and the rows as JSON. If an engine does not agree, say which, record
-    nothing and leave with 1."""
-    parser = argparse.ArgumentParser(prog="python -m nanoserve.bench.agreement")
-    data = Path(__file__).resolve().parents[2] / "notebooks/data"
-    parser.add_argument("--record", nargs="?", const=data, type=Path, metavar="FOLDER")
-    record = parser.parse_args(arguments).record
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    command = "python -m nanoserve.bench.agreement" + (" --record" if record else "")
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        command = f"TRITON_INTERPRET=1 {command}"
-    rows = agreement(engines_of(device), device=device)
-    run = machine(device) | {"command": command, "rows": [asdict(row) for row in rows]}
-    print(json.dumps(run))
-    for row in rows:
-        if not row.agrees:
-            print(
-                f"{row.engine} is {row.largest:.1e} off: {row.read}, {row.dtype}", file=sys.stderr
-            )
-    if not all(row.agrees for row in rows):
-        sys.exit(1)
-    if record:
-        name = re.sub(r"\W+", "_", run["device"].lower().removeprefix("nvidia ")).strip("_")
-        path = record / f"agreement_{name}.json"
-        path.write_text(json.dumps(run, indent=1) + "\n", encoding="utf-8")
+def _driver() -> str | None:
+    """The driver's version as nvidia-smi prints it; None where nvidia-smi gives no version."""
+    smi = shutil.which("nvidia-smi")
+    if smi is None:
+        return None
+    query = [smi, "--query-gpu=driver_version", "--format=csv,noheader"]
+    printed = subprocess.run(query, capture_output=True, text=True)
+    lines = printed.stdout.split() if printed.returncode == 0 else []
+    return lines[0] if lines else None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def save_run(run: Mapping[str, object], benchmark: str, folder: Path = DATA) -> Path:
+    """Write a run as JSON, for example as attention_h200.json for an "NVIDIA H200".
+
+    `run` holds the keys of `machine` and its own. Raises ValueError where the folder is missing.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"no folder {folder.as_posix()} here: record at the root of a clone")
+    device = str(run["device"]).lower().removeprefix("nvidia ")
+    path = folder / f"{benchmark}_{re.sub(r'[^a-z0-9]+', '_', device).strip('_')}.json"
+    path.write_text(json.dumps(run, indent=1) + "\n", encoding="utf-8")
+    return path
 
 
 # %% [markdown]
-# Before you run it: the three engines add the same numbers in different orders. How far do they come
+# The next cell makes a program of the table, so that another process, or another machine, can fill it in: it
+# prints the rows as JSON, with the machine, and with `--record` it writes them to a file. If a runtime does not
+# agree, nothing is recorded.
+
+
+# %% jupyter={"source_hidden": true}
+# lands in nanoserve/bench/agreement.py: runtimes_of, main
+def runtimes_of(device: torch.device) -> dict[str, Runtime]:
+    """The runtimes that can run the kernel on a device, in this process, by name."""
+    runtimes = {"tlsim": paged_attention_tlsim}
+    if why_not_triton(device) is None:
+        interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+        runtimes["interpreter" if interpreted else "compiled"] = paged_attention_triton
+    return runtimes
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the machine and all rows as JSON; with --record, write them to a file too.
+
+    Where a row does not agree, print it to stderr, record nothing and exit with code 1.
+    """
+    parser = argparse.ArgumentParser(prog="python -m nanoserve.bench.agreement")
+    parser.add_argument("--record", nargs="?", const=DATA, type=Path, metavar="FOLDER")
+    folder = parser.parse_args(arguments).record
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    command = "python -m nanoserve.bench.agreement" + (" --record" if folder else "")
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        command = f"TRITON_INTERPRET=1 {command}"
+    rows = agreement(runtimes_of(device), device=device)
+    run = machine(device) | {"command": command, "rows": [asdict(row) for row in rows]}
+    print(json.dumps(run))
+    wrong = [row for row in rows if not row.agrees]
+    for row in wrong:
+        print(f"{row.runtime} is {row.largest:.1e} off: {row.shape}, {row.dtype}", file=sys.stderr)
+    if wrong:
+        sys.exit(1)
+    if folder:
+        try:
+            save_run(run, "agreement", folder)
+        except ValueError as error:
+            parser.error(str(error))
+
+
+# %% [markdown]
+# Before you run it: the three runtimes add the same numbers in different orders. How far do they come
 # apart?
 
 # %%
@@ -803,9 +859,9 @@ today.predict(
 
 # %%
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-here = agreement(engines_of(device), device=device)
+here = agreement(runtimes_of(device), device=device)
 assert all(row.agrees for row in here)
-print(len(READS), "reads,", len(DTYPES), "dtypes, all within the tolerance:", True)
+print(len(SHAPES), "shapes,", len(DTYPES), "dtypes, all within the tolerance:", True)
 
 # %% [markdown]
 # Then the interpreter. `TRITON_INTERPRET=1` has to be there before Triton is imported, and in this
@@ -818,10 +874,10 @@ command = [sys.executable, "-m", "nanoserve.bench.agreement"]
 done = subprocess.run(command, env=environment, capture_output=True, text=True)
 assert done.returncode == 0, done.stderr
 there = [AgreementRow(**row) for row in json.loads(done.stdout)["rows"]]
-interpreted = [row for row in there if row.engine == "interpreter"]
+interpreted = [row for row in there if row.runtime == "interpreter"]
 if not interpreted:
     recorded = today.data("agreement_cpu")["rows"]
-    interpreted = [AgreementRow(**row) for row in recorded if row["engine"] == "interpreter"]
+    interpreted = [AgreementRow(**row) for row in recorded if row["runtime"] == "interpreter"]
 assert all(row.agrees for row in interpreted)
 print(len(interpreted), "rows of Triton's interpreter, all within the tolerance:", True)
 
@@ -832,19 +888,20 @@ print(len(interpreted), "rows of Triton's interpreter, all within the tolerance:
 # %%
 run = today.data("agreement_h200")
 rows = [AgreementRow(**row) for row in run["rows"]]
-cards = {run["device"]: [row for row in rows if row.engine == "compiled"]}
+gpus = {run["device"]: [row for row in rows if row.runtime == "compiled"]}
 print(*(run[key] for key in ("device", "driver", "platform", "date")), sep=", ")
-print(f"torch {run['torch']}, triton {run['triton']}: {run['command']}")
+versions = run["versions"]
+print(f"torch {versions['torch']}, triton {versions['triton']}: {run['command']}")
 assert all(row.agrees for row in rows)
 
 # %% tags=["nbval-ignore-output"]
-columns = {"tlsim": [row for row in here if row.engine == "tlsim"], "interpreter": interpreted}
-if own := [row for row in here if row.engine == "compiled"]:
-    columns["this card"] = own
-columns |= cards
+columns = {"tlsim": [row for row in here if row.runtime == "tlsim"], "interpreter": interpreted}
+if own := [row for row in here if row.runtime == "compiled"]:
+    columns["this GPU"] = own
+columns |= gpus
 print(f"{'largest difference from the oracle':36}", *(f"{name:>12}" for name in columns))
 for cells in zip(*columns.values()):
-    row = f"{cells[0].dtype:9} {cells[0].read}"
+    row = f"{cells[0].dtype:9} {cells[0].shape}"
     print(f"{row:36}", *(f"{cell.largest:12.1e}" for cell in cells))
 worst = max(row.largest for rows in columns.values() for row in rows if row.dtype == "float32")
 used = max(row.used for rows in columns.values() for row in rows if row.dtype == "float32")
@@ -859,16 +916,16 @@ from nanoserve.course.plots import COLOURS, figure, label_line, prediction_marke
 fig, ax = figure(
     height=5.8, xlabel="largest difference from the oracle, float32", title="Who ran the kernel"
 )
-names = [read.name for read in READS]
+names = [shape.name for shape in SHAPES]
 shifts = torch.linspace(-0.33, 0.33, len(columns)).tolist()
 looks = zip("osDv", ("tlsim", "triton", "triton", "triton"), shifts)
-for (engine, rows), (marker, colour, shift) in zip(columns.items(), looks):
+for (runtime, rows), (marker, colour, shift) in zip(columns.items(), looks):
     rows = [row for row in rows if row.dtype == "float32"]
-    at = [names.index(row.read) + shift for row in rows]
-    fill = "white" if engine == "interpreter" else COLOURS[colour]
+    at = [names.index(row.shape) + shift for row in rows]
+    fill = "white" if runtime == "interpreter" else COLOURS[colour]
     style = {"color": COLOURS[colour], "markerfacecolor": fill, "markeredgewidth": 1.5}
     ax.plot([max(row.largest, 3e-8) for row in rows], at, marker, **style)
-    label_line(ax, rows[-1].largest, at[-1], engine, COLOURS[colour])
+    label_line(ax, rows[-1].largest, at[-1], runtime, COLOURS[colour])
 ax.axvline(ATOL, color=COLOURS["limit"], linewidth=1.5)
 label_line(ax, ATOL, 0, "allowed", COLOURS["limit"])
 label_line(ax, 3e-8, 0, "no difference at all", COLOURS["muted"])
@@ -896,13 +953,13 @@ fig
 for dtype in (torch.float16, torch.bfloat16):
     nearer = {"several queries": [], "a single query": []}
     equal = {"several queries": [], "a single query": []}
-    for read in READS[1:]:
-        tensors, n_rep = draw(read, dtype), read.n_q // read.n_kv
+    for shape in SHAPES[1:]:
+        tensors, n_rep = draw(shape, dtype), shape.n_q // shape.n_kv
         wide = [x.double() if x.is_floating_point() else x for x in tensors]
         exact = paged_attention_reference(*wide, n_rep)
         outs = (paged_attention_tlsim(*tensors, n_rep), paged_attention_reference(*tensors, n_rep))
         kernel, oracle = (float((out.double() - exact).abs().max()) for out in outs)
-        which = "several queries" if read.query_len > 1 else "a single query"
+        which = "several queries" if shape.query_len > 1 else "a single query"
         equal[which].append(math.isclose(kernel, oracle, rel_tol=0.01))
         nearer[which].append(kernel < oracle and not equal[which][-1])
     for which in nearer:
@@ -917,7 +974,7 @@ for dtype in (torch.float16, torch.bfloat16):
 # the engine's own plain sum.
 #
 # What the plot does not show: time (Day 26 measures it, and the interpreter is no way to run a model),
-# and keys of a real model. And agreement on eight reads is not agreement on all; the tests under
+# and keys of a real model. And agreement on eight shapes is not agreement on all; the tests under
 # `tests/` try some hundred more.
 #
 # ## Compiled here, for a card that is not here

@@ -15,8 +15,8 @@
 # costs. It is the least squares of a school book, taken through the logarithms. In two days it will
 # judge the kernel.
 
-# %%
-# Set-up: installs nanoserve where it is missing (as on Colab). In your own clone it does nothing.
+# %% jupyter={"source_hidden": true}
+# Set-up: on Colab, installs nanoserve in a minute or two. In your own clone it does nothing.
 import importlib.util, subprocess, sys
 from pathlib import Path
 
@@ -27,12 +27,10 @@ if importlib.util.find_spec("nanoserve") is None:
     source = wheels[-1].as_uri() if wheels else source
     if source is None:
         raise ModuleNotFoundError("put a nanoserve-*.whl beside this notebook, then run again")
-    print("Installing nanoserve, which takes a minute or two, from", source)
     pip = [sys.executable, "-m", "pip", "install", "-q", f"nanoserve[notebook] @ {source}"]
     done = subprocess.run(pip, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    print(done.stdout)
     if done.returncode:
-        raise RuntimeError("pip could not install nanoserve; its reason stands above.")
+        raise RuntimeError(f"pip could not install nanoserve from {source}:\n{done.stdout}")
     importlib.invalidate_caches()
 
 # %%
@@ -117,7 +115,7 @@ today.check(power_law)
 from dataclasses import dataclass, replace
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/bench/scaling.py
+# lands in nanoserve/bench/scaling.py: REGIMES, ScalingFit, power_law, fit_scaling
 REGIMES = (
     (-0.2, "falling"),
     (0.2, "flat"),
@@ -129,27 +127,31 @@ REGIMES = (
 
 @dataclass(frozen=True)
 class ScalingFit:
-    """seconds = constant * length ** exponent, the power law nearest to a sweep's times."""
+    """The power law seconds = constant * length ** exponent that is nearest to measured times."""
 
     exponent: float
-    constant: float  # seconds at a length of 1, which is seldom in the sweep
-    seconds_per_token: float  # as measured, at the longest length
-    misfit: float  # the largest factor between a time and the line: 1.0 where all lie on it
+    constant: float  # seconds at length 1, by the power law
+    seconds_per_token: float  # measured at the longest length: its time over its length
+    misfit: float  # the largest factor between a time and the power law; at least 1.0
 
     @property
     def regime(self) -> str:
-        """ "flat" for an exponent of -0.2 to 0.2, "linear" for 0.8 to 1.2, and what lies between
-        and beyond; "falling" below -0.2, where something other than the length was measured."""
+        """The name in REGIMES for the exponent: "flat" up to 0.2, "linear" from 0.8 to 1.2, ...
+
+        A "falling" time (exponent below -0.2) was ruled by something other than the length.
+        """
         return next(name for most, name in REGIMES if self.exponent <= most)
 
     def seconds(self, length: float) -> float:
-        """What the fitted line gives for a length."""
+        """The power law's time for a length."""
         return self.constant * length**self.exponent
 
 
 def power_law(lengths: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
-    """(exponent, constant) of the line nearest to the logarithms: least squares of log(seconds) on
-    log(length), where a point weighs by its ratio to the line and not by its size."""
+    """(exponent, constant) by least squares of log(seconds) on log(length).
+
+    Logarithms make the fit minimise ratios: 10% off counts the same at 1 µs and at 1 s.
+    """
     x, y = ([math.log(value) for value in values] for values in (lengths, seconds))
     mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
     spread = sum((a - mean_x) ** 2 for a in x)
@@ -158,10 +160,11 @@ def power_law(lengths: Sequence[float], seconds: Sequence[float]) -> tuple[float
 
 
 def fit_scaling(lengths: Sequence[float], seconds: Sequence[float]) -> ScalingFit:
-    """The power law of a sweep, with what it leaves unsaid.
+    """Fit a power law to the seconds measured at some lengths.
 
-    Raises ValueError for two sequences that differ in length, fewer than three points (two lie on
-    a line whatever they are), lengths all equal, and anything that is not positive and finite.
+    Raises ValueError where the two sequences differ in length, for fewer than three points (two
+    points fit any line), for lengths that are all equal, and for a number that is not positive and
+    finite.
     """
     if len(lengths) != len(seconds):
         raise ValueError(f"there are {len(lengths)} lengths and {len(seconds)} times")
@@ -172,7 +175,7 @@ def fit_scaling(lengths: Sequence[float], seconds: Sequence[float]) -> ScalingFi
             if not (value > 0 and math.isfinite(value)):
                 raise ValueError(f"{name} must be positive and finite, got {value}")
     if math.log(min(lengths)) == math.log(max(lengths)):
-        raise ValueError(f"the lengths are all equal, {lengths[0]}: there is no slope")
+        raise ValueError(f"the lengths are all equal, {lengths[0]}: no slope can be fitted")
     exponent, constant = power_law(lengths, seconds)
     line = ScalingFit(exponent, constant, seconds_per_token=0.0, misfit=1.0)
     points = list(zip(lengths, seconds, strict=True))

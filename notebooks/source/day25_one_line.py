@@ -15,8 +15,8 @@
 # on the engine runs your kernel, on a card as machine code and on a laptop as torch, and the cache never
 # learns which.
 
-# %%
-# Set-up: installs nanoserve where it is missing (as on Colab). In your own clone it does nothing.
+# %% jupyter={"source_hidden": true}
+# Set-up: on Colab, installs nanoserve in a minute or two. In your own clone it does nothing.
 import importlib.util, subprocess, sys
 from pathlib import Path
 
@@ -27,12 +27,10 @@ if importlib.util.find_spec("nanoserve") is None:
     source = wheels[-1].as_uri() if wheels else source
     if source is None:
         raise ModuleNotFoundError("put a nanoserve-*.whl beside this notebook, then run again")
-    print("Installing nanoserve, which takes a minute or two, from", source)
     pip = [sys.executable, "-m", "pip", "install", "-q", f"nanoserve[notebook] @ {source}"]
     done = subprocess.run(pip, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    print(done.stdout)
     if done.returncode:
-        raise RuntimeError("pip could not install nanoserve; its reason stands above.")
+        raise RuntimeError(f"pip could not install nanoserve from {source}:\n{done.stdout}")
     importlib.invalidate_caches()
 
 # %%
@@ -98,6 +96,7 @@ today.check(wiring_test)
 
 
 # %% jupyter={"source_hidden": true}
+# solution: wiring_test
 def wiring_test(cache, layer, k, v, q, n_rep):
     """Whether `cache` is wired to the dispatcher; k, v [1, n_kv, seq, d], q [1, n_q, seq, d]."""
     calls, answer, held = [], torch.zeros_like(q), cache.seq_len
@@ -140,7 +139,7 @@ from nanoserve.kernels.dispatch import paged_attention_dispatch
 
 
 # %%
-# lands in nanoserve/cache.py
+# lands in nanoserve/cache.py: PagedKVCache.paged_attention
 class PagedKVCache(PagedKVCache):
     def paged_attention(
         self,

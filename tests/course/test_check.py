@@ -2,6 +2,7 @@
 
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from nanoserve.course import check
 from nanoserve.course.compare import close, exact, short
-from nanoserve.course.exercise import Case, Exercise, raises
+from nanoserve.course.exercise import Case, CourseError, Exercise, raises, wrong
 from nanoserve.course.guard import guarded
 
 
@@ -92,9 +93,114 @@ def test_a_known_mistake_is_called_by_its_name(tried):
     assert [row.message for row in report.rows] == ["This adds the factor."] * 2
 
 
-def test_a_mistake_that_only_resembles_a_known_one_is_not(tried):
+def messages(exercise, answer):
+    return [row.message for row in check.run(exercise, answer).rows]
+
+
+def test_a_second_mistake_does_not_hide_the_first(tried):
     report = tried("def scale_rows(x, f):\n    return x + f[:, None] if len(x) == 3 else x * 9 + 1")
-    assert "first at" in message(report)
+    assert report.rows[0].message == "This adds the factor."
+    assert report.rows[1].message.startswith("4 of 4 values differ")
+
+
+def split(n, parts):
+    """n items in that many parts, the longer ones first; ValueError for no parts."""
+    if parts < 1:
+        raise ValueError(f"parts must be at least 1, got {parts}")
+    return [n // parts + (i < n % parts) for i in range(parts)]
+
+
+def split_exercise():
+    def cases():
+        return [
+            Case("7 in 3", (7, 3)),
+            Case("6 in 3", (6, 3)),
+            Case("no parts", (7, 0), kind="refusal", expected=raises(ValueError, "parts")),
+        ]
+
+    @wrong("The rest is dropped.", hints="rest")
+    def dropped(n, parts):
+        return split(n - n % parts if parts else n, parts)
+
+    @wrong("The rest goes to the last.", hints=("one", "two", "three"))
+    def last(n, parts):
+        return split(n, parts)[::-1]
+
+    @wrong("Zero parts are let by.")
+    def unchecked(n, parts):
+        return split(n, parts) if parts else []
+
+    @wrong("It always gives nothing.")
+    def nothing(n, parts):
+        return []
+
+    @wrong("A name is used before it has a value.")
+    def unbound(n, parts):
+        for i in range(parts):
+            total = total + i  # noqa: F821, F841
+        return split(n, parts)
+
+    hints = {kind: (f"{kind} 1", f"{kind} 2", f"{kind} 3") for kind in ("value", "refusal", "rest")}
+    mistakes = (nothing, dropped, last, unchecked, unbound)
+    return Exercise("split", cases, hints, solution=split, wrong=mistakes)
+
+
+def test_a_missing_refusal_does_not_hide_a_mistake_and_is_told_itself():
+    def answer(n, parts):
+        return [n // parts] * parts if parts else []
+
+    told = messages(split_exercise(), answer)
+    assert told == ["The rest is dropped.", "", "Zero parts are let by."]
+
+
+def test_what_many_answers_could_give_proves_a_mistake_only_where_all_else_fits():
+    exercise = split_exercise()
+    only_nothing = replace(exercise, wrong=exercise.wrong[:1])
+    answer = messages(only_nothing, lambda n, parts: split(n, parts) if parts else [])
+    assert answer == ["", "", "it should raise ValueError here, and did not"]
+    assert messages(only_nothing, lambda n, parts: [])[2] == "It always gives nothing."
+
+
+def test_the_mistake_that_explains_most_cases_is_told():
+    exercise = split_exercise()
+    both = replace(exercise, wrong=(replace(exercise.wrong[0], why="First."), *exercise.wrong))
+    assert messages(both, lambda n, parts: [])[0] == "First."
+    told = messages(exercise, lambda n, parts: split(n, parts)[::-1] if parts else [])
+    assert told == ["The rest goes to the last.", "", "Zero parts are let by."]
+
+
+def test_an_exception_is_a_known_mistake_by_type_and_message():
+    def other_name(n, parts):
+        for i in range(parts):
+            rest = rest - i  # noqa: F821, F841
+        return split(n, parts)
+
+    def other_error(n, parts):
+        if parts:
+            raise UnboundLocalError("of another kind")
+        return split(n, parts)
+
+    exercise = split_exercise()
+    assert messages(exercise, other_name)[0].endswith(". A name is used before it has a value.")
+    assert messages(exercise, other_error)[0].startswith("it raised UnboundLocalError: of another")
+    assert "A name" not in messages(exercise, other_error)[0]
+
+
+def test_a_recognised_mistake_chooses_its_hints():
+    exercise = split_exercise()
+    report = check.run(exercise, lambda n, parts: [n // max(parts, 1)] * parts)
+    assert report.diagnosed is report.rows[0]
+    assert exercise.ladder("value", report.diagnosed.mistake)[0] == "rest 1"
+    report = check.run(exercise, lambda n, parts: split(n, parts)[::-1])
+    assert exercise.ladder("value", report.diagnosed.mistake) == ("one", "two", "three")
+    assert exercise.ladder("value") == ("value 1", "value 2", "value 3")
+
+
+@pytest.mark.parametrize("hints", ["nowhere", ("only", "two")])
+def test_hints_that_a_mistake_names_must_be_there(hints):
+    exercise = split_exercise()
+    with pytest.raises(CourseError, match="'split' has no hints"):
+        replace(exercise, wrong=(replace(exercise.wrong[0], hints=hints),))
 
 
 def test_changing_the_inputs_fails_an_otherwise_right_answer(tried):

@@ -38,7 +38,7 @@ TWIN = '''# %% [markdown]
 # # Day 1
 
 # %%
-# lands in nanoserve/layers.py
+# lands in nanoserve/layers.py: LIMIT, norm
 LIMIT: int = 3
 
 
@@ -52,7 +52,7 @@ def norm(x):
 # text
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/layers.py
+# lands in nanoserve/layers.py: Model
 @decorated
 class Model:
     """A model."""
@@ -64,7 +64,7 @@ class Model:
 
 
 # %%
-# lands in nanoserve/layers.py
+# lands in nanoserve/layers.py: Model.depth
 class Model(Model):
     @property
     def depth(self):
@@ -166,7 +166,7 @@ class Model:
     @property
     def depth(self): ...
 """
-    filled = "# %%\n# lands in nanoserve/layers.py\n" + ENGINE[ENGINE.index("@decorated") :]
+    filled = "# %%\n# lands in nanoserve/layers.py: Model\n" + ENGINE[ENGINE.index("@decorated") :]
     assert lands.rewrite(skeleton, "day01_layers", clone) == filled
 
 
@@ -212,10 +212,67 @@ def test_a_piece_of_a_class_holds_methods_only(clone):
     assert "may hold methods only" in lands.problems(clone)[0]
 
 
+# First lines
+
+
+def test_the_first_line_of_a_lands_cell_names_what_the_cell_holds(clone):
+    stale = TWIN.replace("layers.py: Model.depth", "layers.py: Model.width")
+    assert lands.rewrite(stale, "day01_layers", clone) == TWIN
+    bare = TWIN.replace(": LIMIT, norm", "").replace(": Model.depth", "").replace(": Model\n", "\n")
+    assert lands.rewrite(bare, "day01_layers", clone) == TWIN
+    assert lands.problems(clone) == []  # names that are out of date are `sync --check`'s to list
+
+
+@pytest.mark.parametrize(
+    ("names", "width", "short"),
+    [
+        (["A", "A.f", "A._g"], 9, "A"),
+        (["A.f", "A.f'", "A.g"], 9, "A.f, A.g"),
+        (["one", "_two", "three"], 16, "one, _two, three"),
+        (["one", "_two", "three"], 15, "one, three"),
+        (["one", "two", "three"], 14, "one and 2 more"),
+        (["_one", "_two"], 10, "_one, _two"),
+    ],
+)
+def test_names_that_do_not_fit_are_counted(names, width, short):
+    assert lands._short(names, width) == short
+
+
+def test_a_folded_solution_gets_a_first_line_that_names_it(clone):
+    fold = '# %% jupyter={"source_hidden": true}\n'
+    named = f"{fold}# solution: a, b\nimport os\n\n\ndef a(): ...\n\n\ndef b(): ...\n"
+    for first in ("", "# solution\n", "# solution: c\n"):
+        text = named.replace("# solution: a, b\n", first)
+        assert lands.rewrite(text, "day01_layers", clone) == named
+    assert lands.unnamed_folds(named) == []
+
+
+def test_a_folded_cell_of_another_kind_keeps_its_own_first_line_and_needs_one(clone):
+    fold = '# %% jupyter={"source_hidden": true}\n'
+    named = f"{fold}# Draws the two curves.\nfig, ax = figure()\n"
+    assert lands.rewrite(named, "day01_layers", clone) == named
+    assert lands.unnamed_folds(named) == []
+    bare = f"{fold}fig, ax = figure()\n\n# %%\nx = 1\n"
+    assert lands.rewrite(bare, "day01_layers", clone) == bare
+    assert lands.unnamed_folds(bare) == ["fig, ax = figure()"]
+
+
+def test_no_learner_reads_a_linters_marker():
+    engine = [
+        path
+        for path in (lands.ROOT / "nanoserve").rglob("*.py")
+        if "course" not in path.parts and path.name not in lands.EXEMPT
+    ]
+    for path in [*lands.twins(), *engine]:
+        text = path.read_text(encoding="utf-8")
+        for marker in ("noqa", "fmt: skip", "fmt: off", "type: ignore", "NBVAL"):
+            assert marker not in text, f"{path.name}: {marker} belongs into pyproject.toml or a tag"
+
+
 # until day N
 
 
-UNTIL = "# %%\n# until day 1: lands in nanoserve/layers.py\ndef norm(x):\n    return x\n"
+UNTIL = "# %%\n# until day 1: lands in nanoserve/layers.py: norm\ndef norm(x):\n    return x\n"
 
 
 def test_until_a_later_day_a_cell_is_not_compared(clone):

@@ -17,7 +17,7 @@ TWIN = f"""# %% [markdown]
 #
 # Week 1
 
-# %%
+{publish.SETUP_HEAD}
 {publish.SETUP_CELL}
 # %%
 print(1)
@@ -30,6 +30,14 @@ def test_every_notebook_begins_with_the_set_up_cell_word_for_word():
         code = [c for c in nbformat.read(path, as_version=4).cells if c.cell_type == "code"]
         assert code[0].source == expected.rstrip("\n"), path.name
         assert code[0].outputs == []
+        assert code[0].metadata == {"jupyter": {"source_hidden": True}, "cellView": "form"}
+
+
+def test_a_days_picture_follows_the_set_up_cell():
+    for twin in lands.twins():
+        cells = twin.read_text(encoding="utf-8").split("\n# %%")
+        assert publish.is_setup(cells[2].partition("\n")[2]), twin.name
+        assert "today.picture(" in cells[3], twin.name
 
 
 def test_the_set_up_cell_is_short():
@@ -72,13 +80,14 @@ def test_where_nanoserve_imports_it_does_nothing(bare, monkeypatch, capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_it_installs_the_newest_wheel_beside_the_notebook(bare):
+def test_it_installs_the_newest_wheel_beside_the_notebook_and_prints_nothing(bare, capsys):
     wheel(bare.folder, "nanoserve-0.9.0-py3-none-any.whl", age=9)
     new = wheel(bare.folder, "nanoserve-0.10.0-py3-none-any.whl", age=1)
     run_cell("ada/nanoserve")
     (call,) = bare.calls
     assert call[:4] == [sys.executable, "-m", "pip", "install"]
     assert call[-1] == f"nanoserve[notebook] @ {new.as_uri()}"
+    assert capsys.readouterr().out == ""
 
 
 def test_without_a_wheel_it_installs_the_stamped_repository(bare):
@@ -94,11 +103,12 @@ def test_with_neither_it_stops_and_says_what_to_do(bare):
     assert bare.calls == []
 
 
-def test_an_installer_that_fails_is_shown_and_stops_the_notebook(bare, capsys):
+def test_an_installer_that_fails_stops_the_notebook_with_its_own_words(bare):
     bare.returncode = 1
-    with pytest.raises(RuntimeError, match="its reason stands above"):
+    with pytest.raises(
+        RuntimeError, match=r"could not install nanoserve from \S+\npip's own words"
+    ):
         run_cell("ada/nanoserve")
-    assert "pip's own words" in capsys.readouterr().out
 
 
 # Stamping
@@ -125,6 +135,7 @@ def test_stamping_again_changes_nothing_and_another_name_replaces_the_first():
 
 def test_an_outdated_set_up_cell_is_replaced():
     old = TWIN.replace("import importlib.util, subprocess, sys", "import os")
+    old = old.replace(publish.SETUP_HEAD, '# %% tags=["setup"]')
     assert publish.stamp(old, "day01_x", "") == TWIN
 
 

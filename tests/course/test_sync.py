@@ -12,7 +12,7 @@ from nanoserve.course import publish, sync
 TWIN = f"""# %% [markdown]
 # # Day 1
 
-# %%
+{publish.SETUP_HEAD}
 {publish.SETUP_CELL}
 # %%
 import os, pathlib
@@ -20,7 +20,7 @@ import os, pathlib
 print(sorted(os.listdir(os.environ["NANOSERVE_WORK"])))
 
 # %% jupyter={{"source_hidden": true}}
-# lands in nanoserve/layers.py
+# lands in nanoserve/layers.py: norm
 def norm(x):
     return x / 2
 
@@ -84,13 +84,14 @@ def test_a_second_sync_touches_nothing_and_runs_nothing(clone, monkeypatch):
 def test_new_prose_runs_nothing_and_keeps_ids_and_outputs(clone, monkeypatch):
     sync.main([], clone)
     before = read(clone)
-    edit(twin_of(clone), "# # Day 1\n", "# # Day 1, again\n\n# %% [markdown]\n# And more.\n")
+    edit(twin_of(clone), "# # Day 1\n", "# # Day 1, again\n")
+    edit(twin_of(clone), "# %%\nimport os", "# %% [markdown]\n# And more.\n\n# %%\nimport os")
     assert sync.problems(clone) == ["day01_x: twin and notebook differ"]
     monkeypatch.setattr(sync, "execute", None)
     sync.main([], clone)
     after = read(clone)
-    assert [cell.id for cell in after.cells][2:] == [cell.id for cell in before.cells][1:]
-    assert after.cells[0].id == before.cells[0].id
+    assert [cell.id for cell in after.cells][3:] == [cell.id for cell in before.cells][2:]
+    assert [cell.id for cell in after.cells][:2] == [cell.id for cell in before.cells][:2]
     assert after.cells[-1].outputs == before.cells[-1].outputs
     assert sync.problems(clone) == []
 
@@ -132,9 +133,9 @@ def test_a_notebook_begins_with_the_set_up_cell_or_a_place_for_it(clone):
     sync.main([], clone)
     assert twin_of(clone).read_text() == TWIN
     assert sync.problems(clone) == []
-    twin_of(clone).write_text(TWIN.replace(publish.SETUP_CELL, ""))
+    twin_of(clone).write_text(TWIN.replace(f"{publish.SETUP_HEAD}\n{publish.SETUP_CELL}", ""))
     sync.main([], clone)
-    assert sync.problems(clone) == ["day01_x: its first code cell is not the set-up cell"]
+    assert sync.problems(clone) == ["day01_x: the cell below its title is not the set-up cell"]
 
 
 def test_an_edited_output_is_listed_when_it_is_not_normal(clone):

@@ -1,4 +1,4 @@
-"""What only a card can show: pools past 32 bits, no wait for the device, the engine on CUDA."""
+"""What only a GPU can show: pools past 32 bits, no wait for the device, the engine on CUDA."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from nanoserve import LLM, SamplingParams, load_model
 from nanoserve.generate import new_cache, next_logits
 from nanoserve.kernels import dispatch
 from nanoserve.kernels.dispatch import BACKENDS, paged_attention_dispatch, use_backend
-from tests.attention_cases import HALVES, LAYOUTS, Read, assert_answers, tensors
+from tests.attention_cases import HALVES, LAYOUTS, AttentionCase, assert_expected, tensors
 from tests.checkpoints import KINDS
 from tests.folders import VOCABULARY, write_checkpoint
 
@@ -17,14 +17,14 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 @pytest.fixture
 def memory():
-    """Many GiB are taken by these tests, and given back to the card by each."""
+    """Many GiB are taken by these tests, and given back to the GPU by each."""
     torch.cuda.empty_cache()
     yield
     torch.cuda.empty_cache()
 
 
 def fits(dtype: torch.dtype, bits: int) -> bool:
-    """Whether two pools of 2 ** bits elements fit on the card, with 2 GiB beside them."""
+    """Whether two pools of 2 ** bits elements fit on the GPU, with 2 GiB beside them."""
     return 2 * (dtype.itemsize << bits) + 2 * GIB < torch.cuda.mem_get_info()[1]
 
 
@@ -34,7 +34,7 @@ def fits(dtype: torch.dtype, bits: int) -> bool:
     [(dtype, bits) for dtype in DTYPES for bits in (31, 32) if fits(dtype, bits)],
 )
 def test_a_pool_of_more_elements_than_an_integer_counts(dtype, bits, query_len, integer, memory):
-    read = Read(32, 8, 128, query_len, 700, dtype=dtype, integer=integer)
+    case = AttentionCase(32, 8, 128, query_len, 700, dtype=dtype, integer=integer)
     edge = (1 << bits) // (8 * 128)  # the slot whose first element is number 2 ** bits
     pools = tuple(
         torch.full((edge + 500, 8, 128), torch.nan, dtype=dtype, device="cuda") for _ in range(2)
@@ -42,53 +42,55 @@ def test_a_pool_of_more_elements_than_an_integer_counts(dtype, bits, query_len, 
     slots = edge - 500 + torch.randperm(1000, generator=torch.Generator().manual_seed(0))[:700]
     assert (slots < edge).any()
     assert (slots >= edge).any()
-    assert_answers(paged_attention_dispatch(*tensors(read, "cuda", pools=pools, slots=slots)), read)
+    assert_expected(
+        paged_attention_dispatch(*tensors(case, "cuda", pools=pools, slots=slots)), case
+    )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_backend_can_run_on_the_card(backend):
     for reads in (LAYOUTS, HALVES):
-        for read in (read for name, read in reads.items() if "all at once" in name):
+        for case in (case for name, case in reads.items() if "all at once" in name):
             with use_backend(backend):
-                assert_answers(paged_attention_dispatch(*tensors(read, "cuda")), read)
+                assert_expected(paged_attention_dispatch(*tensors(case, "cuda")), case)
 
 
 def test_on_the_card_triton_is_chosen(monkeypatch):
-    read, inputs = Read(), tensors(Read(), "cuda")
+    case, inputs = AttentionCase(), tensors(AttentionCase(), "cuda")
     monkeypatch.setattr(dispatch, "paged_attention_triton", lambda *args: ("triton", args))
     backend, args = paged_attention_dispatch(*inputs)
     assert backend == "triton"
     assert all(a is b for a, b in zip(args, inputs, strict=True))
     assert dispatch.select_backend("cuda") == dispatch.select_backend("cuda:0") == "triton"
-    assert_answers(dispatch.paged_attention_tlsim(*inputs), read)
+    assert_expected(dispatch.paged_attention_tlsim(*inputs), case)
 
 
 def test_a_read_does_not_wait_for_the_card():
-    read = Read(9, 3, 64, 1, 300)
-    inputs = tensors(read, "cuda")
+    case = AttentionCase(9, 3, 64, 1, 300)
+    inputs = tensors(case, "cuda")
     paged_attention_dispatch(*inputs)  # compiled, loaded
     torch.cuda.set_sync_debug_mode("error")
     try:
         out = paged_attention_dispatch(*inputs)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert_answers(out, read)
+    assert_expected(out, case)
 
 
 def test_a_read_can_be_captured_in_a_graph():
-    read = Read(9, 3, 64, 1, 300)
-    inputs = tensors(read, "cuda")
+    case = AttentionCase(9, 3, 64, 1, 300)
+    inputs = tensors(case, "cuda")
     paged_attention_dispatch(*inputs)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = paged_attention_dispatch(*inputs)
     out.zero_()
     graph.replay()
-    assert_answers(out, read)
+    assert_expected(out, case)
 
 
 def test_slots_are_checked_on_the_card_on_request(monkeypatch):
-    q, k_pool, v_pool, slots, *rest = tensors(Read(), "cuda")
+    q, k_pool, v_pool, slots, *rest = tensors(AttentionCase(), "cuda")
     slots[3] = len(k_pool)
     monkeypatch.setenv("NANOSERVE_CHECK_SLOTS", "1")
     with pytest.raises(ValueError, match="names slot 79, and the pools have 79"):
@@ -97,7 +99,7 @@ def test_slots_are_checked_on_the_card_on_request(monkeypatch):
 
 @pytest.mark.parametrize("argument", ["k_pool", "v_pool", "slot_mapping"])
 def test_tensors_on_two_devices_are_refused(argument):
-    inputs = list(tensors(Read(), "cuda"))
+    inputs = list(tensors(AttentionCase(), "cuda"))
     place = ("q", "k_pool", "v_pool", "slot_mapping").index(argument)
     inputs[place] = inputs[place].cpu()
     with pytest.raises(ValueError, match=f"{argument} lies on cpu and q on cuda:0"):

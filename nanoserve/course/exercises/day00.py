@@ -1,6 +1,15 @@
 """Day 0: how an exercise works, on the smallest one there is."""
 
-from nanoserve.course.exercise import Case, Exercise, wrong
+from typing import Any
+
+from nanoserve.course.exercise import Case, Exercise, exact, wrong
+
+
+def whole(got: Any, expected: Any) -> str | None:
+    """Exact, and an int: for what is counted."""
+    if isinstance(got, float):
+        return "it gives a float. The result is a count: return an int (use `//`, not `/`)"
+    return exact(got, expected)
 
 
 def bytes_for(count: int, bits: int) -> int:
@@ -18,6 +27,11 @@ def _floor(count, bits):
     return count * bits // 8
 
 
+@wrong("This rounds to the nearest byte. A byte that is begun is a whole one: round up.")
+def _nearest(count, bits):
+    return round(count * bits / 8)
+
+
 @wrong("Each number gets bytes of its own. Packed side by side they share: round once, at the end.")
 def _each_rounded(count, bits):
     return count * ((bits + 7) // 8)
@@ -33,15 +47,26 @@ def _one_more(count, bits):
     return count * bits // 8 + 1
 
 
+@wrong("No numbers take no bytes: there is no least size of one byte.")
+def _at_least_one(count, bits):
+    return max(1, (count * bits + 7) // 8)
+
+
+def _cases() -> list[Case]:
+    cases = [
+        ("32 numbers of 4 bits", (32, 4), "exact"),
+        ("5 numbers of 16 bits", (5, 16), "exact"),
+        ("3 numbers of 3 bits", (3, 3), "rounding"),
+        ("5 numbers of 6 bits", (5, 6), "rounding"),
+        ("no numbers at all", (0, 8), "exact"),
+    ]
+    return [Case(what, args, kind=kind, compare=whole) for what, args, kind in cases]
+
+
 EXERCISES = (
     Exercise(
         "bytes_for",
-        lambda: [
-            Case("32 numbers of 4 bits", (32, 4), kind="exact"),
-            Case("5 numbers of 16 bits", (5, 16), kind="exact"),
-            Case("3 numbers of 3 bits", (3, 3), kind="rounding"),
-            Case("no numbers at all", (0, 8), kind="exact"),
-        ],
+        _cases,
         hints={
             "exact": (
                 "How many bits are there in all, and how many of them fit into a byte?",
@@ -55,6 +80,6 @@ EXERCISES = (
             ),
         },
         solution=bytes_for,
-        wrong=(_bits, _floor, _each_rounded, _float, _one_more),
+        wrong=(_bits, _floor, _nearest, _each_rounded, _float, _one_more, _at_least_one),
     ),
 )

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 from nanoserve.config import ModelConfig
 from nanoserve.course import widgets
-from nanoserve.course.exercise import Case, Exercise, exact, wrong
+from nanoserve.course.exercise import Case, Exercise, wrong
+from nanoserve.course.exercises.day00 import whole
 from nanoserve.course.plots import COLOURS, figure
 
 SMOLLM2 = ModelConfig(
@@ -104,21 +105,59 @@ def _scores_only(config, length):
     return work_of_a_token(config, length) - _parts(config, length)["scores"] // 2
 
 
-def _whole(got, expected):
-    """Exact, and an int: operations are counted."""
-    if isinstance(got, float):
-        return "it gives a float: operations are counted, so return an int (use `//`, not `/`)"
-    return exact(got, expected)
+@wrong(
+    "q and o are counted as hidden_size by hidden_size. They are hidden_size by n_q * head_dim, "
+    "which is another number in many models."
+)
+def _square_matrices(config, length):
+    extra = config.hidden_size - config.n_q * config.head_dim
+    return work_of_a_token(config, length) + 4 * length * config.hidden_size * extra * (
+        config.num_layers
+    )
+
+
+@wrong("The pairs of attention are left out: scores and shares cost 4 * head_dim a pair and head.")
+def _no_pairs(config, length):
+    return work_of_a_token(config, length) - _parts(config, length)["scores"]
+
+
+@wrong("Pairs are counted for the KV heads only. Every query head has its own: n_q of them.")
+def _kv_pairs(config, length):
+    scores = _parts(config, length)["scores"]
+    return work_of_a_token(config, length) - scores + scores // config.n_rep
+
+
+@wrong("A position is not paired with itself here. It is: query i looks at i + 1 keys.")
+def _no_diagonal(config, length):
+    scores = 2 * length * (length - 1) * config.n_q * config.head_dim * config.num_layers
+    return work_of_a_token(config, length) - _parts(config, length)["scores"] + scores
+
+
+@wrong("The output head is left out: once, hidden_size by vocab_size.")
+def _no_head(config, length):
+    return work_of_a_token(config, length) - _parts(config, length)["head"]
+
+
+@wrong("The output head is counted in every block. It stands once, after the last one.")
+def _head_in_each_block(config, length):
+    head = _parts(config, length)["head"]
+    return work_of_a_token(config, length) + (config.num_layers - 1) * head
+
+
+@wrong("One block is counted, and the model has num_layers of them.")
+def _one_block(config, length):
+    return work_of_a_token(replace(config, num_layers=1), length)
 
 
 def _cases() -> list[Case]:
     wide = replace(TINY, n_q=4, n_kv=4, num_layers=1, head_dim=6)
     return [
-        Case("a tiny model, 1 token", (TINY, 1), kind="linear", compare=_whole),
-        Case("a tiny model, 5 tokens", (TINY, 5), kind="pairs", compare=_whole),
-        Case("as many KV heads as query heads, 3 tokens", (wide, 3), kind="linear", compare=_whole),
-        Case("SmolLM2, 100 tokens", (SMOLLM2, 100), kind="pairs", compare=_whole),
-    ]
+        Case("a tiny model, 1 token", (TINY, 1), kind="linear", compare=whole),
+        Case("a tiny model, 5 tokens", (TINY, 5), kind="pairs", compare=whole),
+        Case("one block, 4 KV heads for 4 query heads, 3 tokens", (wide, 3), compare=whole,
+             kind="linear"),
+        Case("SmolLM2, 100 tokens", (SMOLLM2, 100), kind="pairs", compare=whole),
+    ]  # fmt: skip
 
 
 EXERCISES = (
@@ -146,7 +185,8 @@ EXERCISES = (
         solution=work_of_a_token,
         wrong=(
             _one_operation, _head_everywhere, _all_heads, _square,
-            _no_o, _k_or_v, _two_matrices, _only_the_last, _scores_only,
+            _no_o, _k_or_v, _two_matrices, _only_the_last, _scores_only, _square_matrices,
+            _no_pairs, _kv_pairs, _no_diagonal, _no_head, _head_in_each_block, _one_block,
         ),
     ),
 )  # fmt: skip

@@ -24,6 +24,7 @@ def _name_cases() -> list[Case]:
         "blk.5.attn_q_norm.weight": "layer",
         "rope_freqs.weight": "unknown",
         "blk.2.ffn_gate_inp.weight": "unknown",
+        "blk.4.attn_q.scale": "unknown",
     }
     return [Case(name, (name,), kind=kind) for name, kind in names.items()]
 
@@ -47,8 +48,9 @@ _NAME_HINTS = {
     ),
     "unknown": (
         "What does your function do with a part that the table does not hold?",
-        "The rule: a name that no table knows comes back as it came, whole.",
-        "Before anything else: `if part not in GGUF_NAMES: return gguf_name`.",
+        "A name with an unknown part, or a kind that is neither weight nor bias, comes back whole.",
+        "Before anything else: `if part not in GGUF_NAMES or kind not in ('weight', 'bias'): "
+        "return gguf_name`.",
     ),
 }
 
@@ -115,6 +117,21 @@ def _one_more(name):
     return re.sub(r"layers\.(\d+)", lambda m: f"layers.{int(m[1]) + 1}", hf_name(name))
 
 
+@wrong("A kind other than weight or bias is no tensor that we know: give the name back unchanged.")
+def _any_kind(name):
+    layer, part, kind = _split_name(name)
+    if part not in GGUF_NAMES:
+        return name
+    return f"{'' if layer is None else f'model.layers.{layer}.'}{GGUF_NAMES[part]}.{kind}"
+
+
+@wrong("A name without a layer gets a `model.layers.` prefix too. Only `blk.` names belong to one.")
+def _always_a_layer(name):
+    ours = hf_name(name)
+    known = ours != name and not ours.startswith("model.layers.")
+    return f"model.layers.0.{ours}" if known else ours
+
+
 HF_NAME = Exercise(
     "hf_name",
     _name_cases,
@@ -130,6 +147,8 @@ HF_NAME = Exercise(
         _by_beginning,
         _none_for_unknown,
         _one_more,
+        _any_kind,
+        _always_a_layer,
     ),
 )
 
@@ -142,23 +161,21 @@ def _blocks(scales: list[float], minima: list[float], packed: torch.Tensor) -> t
 
 
 def _block_cases() -> list[Case]:
+    """The first two cases take formula and order apart, so that one mistake hides no other."""
     random = torch.Generator().manual_seed(2)
     numbers = torch.randint(0, 256, (5, 16), generator=random)
-    ascending = (
-        torch.arange(16)[None] + 16 * torch.arange(15, -1, -1)[None]
-    )  # low 0..15, high 15..0
+    alike = torch.full((1, 16), 0x33)
+    ascending = torch.arange(16)[None] + 16 * torch.arange(15, -1, -1)[None]
     scales, minima = [0.25, 1.5, 0.0625, 3.0, 0.1], [-2.0, 0.5, -0.75, 1.0, -0.7]
-    tensor = _blocks(scales, minima, numbers)
-    return [
-        Case(
-            "low nibbles 0 to 15, high nibbles 15 to 0, scale 0.5, minimum -1",
-            (_blocks([0.5], [-1.0], ascending),),
-            kind="order",
-            compare=close(),
-        ),
-        Case("5 blocks of random numbers", (tensor,), kind="value", compare=close()),
-        Case("2 blocks with scale 0", (_blocks([0, 0], [0.5, -3], numbers[:2]),), compare=close()),
-    ]
+    cases = [
+        ("every byte 0x33, scale 0.5, minimum -1: the value 0.5, 32 times",
+         _blocks([0.5], [-1.0], alike), "value"),
+        ("low halves 0 to 15, high halves 15 to 0, scale 1, minimum 0: the numbers themselves",
+         _blocks([1.0], [0.0], ascending), "order"),
+        ("5 blocks of random numbers", _blocks(scales, minima, numbers), "value"),
+        ("2 blocks with scale 0", _blocks([0, 0], [0.5, -3], numbers[:2]), "value"),
+    ]  # fmt: skip
+    return [Case(what, (blocks,), kind=kind, compare=close()) for what, blocks, kind in cases]
 
 
 _BLOCK_HINTS = {
@@ -168,7 +185,8 @@ _BLOCK_HINTS = {
         "`torch.cat([packed & 0xF, packed >> 4], dim=1)` puts all low nibbles first.",
     ),
     "value": (
-        "Compare the first value with the formula: scale times the number, plus the minimum.",
+        "Take one byte by hand: which number is in its low four bits, and what does the formula "
+        "make of it? Scale times the number, plus the minimum.",
         "Bytes 0-1 are the scale, 2-3 the minimum. Read them as float16, then turn to float32.",
         "`blocks[:, :4].contiguous().view(torch.float16).float()` is [n, 2]: scale, minimum.",
     ),
@@ -230,6 +248,26 @@ def _half_precision(blocks):
     return scale.half() * numbers + minimum.half()
 
 
+@wrong("The sum is made in float16 and widened after that: go to float32 before you multiply.")
+def _widened_late(blocks):
+    scale, minimum, numbers = _parts(blocks)
+    return (scale.half() * numbers + minimum.half()).float()
+
+
+@wrong("Scale and minimum are read as bfloat16. They are float16: another split of the 16 bits.")
+def _as_bfloat16(blocks):
+    head = blocks[:, :4].contiguous().view(torch.bfloat16).float()
+    return head[:, :1] * _parts(blocks)[2] + head[:, 1:]
+
+
+@wrong("The two bytes of scale and minimum are read in the wrong order: the low byte comes first.")
+def _big_endian(blocks):
+    turned = blocks.clone()
+    turned[:, :4] = blocks[:, [1, 0, 3, 2]]
+    scale, minimum, numbers = _parts(turned)
+    return scale * numbers + minimum
+
+
 DEQUANTIZE = Exercise(
     "dequantize_q4_1",
     _block_cases,
@@ -244,6 +282,9 @@ DEQUANTIZE = Exercise(
         _scaled_minimum,
         _not_shifted,
         _half_precision,
+        _widened_late,
+        _as_bfloat16,
+        _big_endian,
     ),
 )
 

@@ -12,18 +12,23 @@ from nanoserve.course.widgets import FigureWidget, figure_widget, text, toggle
 
 # One step of BPE ----------------------------------------------------------------------------------
 
-_RANKS = {("l", "l"): 0, ("h", "e"): 1, ("he", "ll"): 2, ("o", "w"): 3, ("a", "a"): 4}
+# the dictionary's order is not the order of the ranks
+_RANKS = {("he", "ll"): 2, ("h", "e"): 1, ("a", "a"): 4, ("l", "l"): 0, ("o", "w"): 3}
+_LATE = 1_500  # the last of many rules, as in a real list
 
 
 def _merge_cases() -> list[Case]:
+    many = _RANKS | {("x", str(i)): i for i in range(5, _LATE)} | {("q", "u"): _LATE}
     return [
         Case("h e l l o: two pairs are known", (list("hello"), _RANKS), kind="lowest"),
         Case("he ll o: a pair of longer pieces", (["he", "ll", "o"], _RANKS), kind="lowest"),
         Case("h o w: the pair stands last", (list("how"), _RANKS), kind="lowest"),
         Case("o w l l: a worse pair comes first", (list("owll"), _RANKS), kind="lowest"),
         Case("l l o w: the best pair comes first", (list("llow"), _RANKS), kind="lowest"),
+        Case(f"a q u a: the known pair has rank {_LATE:,}", (list("aqua"), many), kind="lowest"),
         Case("h e - h e: a pair that stands twice", (list("he-he"), _RANKS), kind="places"),
         Case("a a a: a pair that overlaps itself", (list("aaa"), _RANKS), kind="places"),
+        Case("el l l: a piece that ends in l", (["el", "l", "l"], _RANKS), kind="places"),
         Case("z e n: no pair is known", (list("zen"), _RANKS), kind="none"),
         Case("one piece alone", (["o"], _RANKS), kind="none"),
     ]
@@ -54,6 +59,14 @@ def _merge_step(pieces: list[str], ranks: dict[tuple[str, str], int]) -> list[st
 @wrong("It joins the first known pair from the left. Take the pair of lowest rank, wherever it is.")
 def _leftmost(pieces, ranks):
     return _join(pieces, next((pair for pair in _pairs(pieces) if pair in ranks), None))
+
+
+@wrong(
+    "It takes the known pair that comes first in the dictionary. The order of a dictionary is no "
+    "rank: look at the numbers, ranks[pair]."
+)
+def _dictionary_order(pieces, ranks):
+    return _join(pieces, next((pair for pair in ranks if pair in _pairs(pieces)), None))
 
 
 @wrong("It takes the highest rank. Rank 0 was learned first and goes first: take the lowest.")
@@ -87,6 +100,25 @@ def _overlapping(pieces, ranks):
 @wrong("A pair that is in no rule gets joined. Only pairs that are keys of `ranks` may be.")
 def _unknown_too(pieces, ranks):
     return _join(pieces, min(_pairs(pieces), key=lambda pair: ranks.get(pair, -1), default=None))
+
+
+@wrong(
+    "A pair that is in no rule counts as rank 999 here. A real list has ranks beyond that: leave "
+    "unknown pairs out, or give them float('inf')."
+)
+def _small_default(pieces, ranks):
+    best = min(_pairs(pieces), key=lambda pair: ranks.get(pair, 999), default=None)
+    return _join(pieces, best if best in ranks else None)
+
+
+@wrong(
+    "It replaces text, and so finds the pair across pieces: in `el l l` the pair `l l` begins at "
+    "the second piece. Compare whole pieces."
+)
+def _by_text(pieces, ranks):
+    known = [pair for pair in _pairs(pieces) if pair in ranks]
+    best = min(known, key=ranks.get, default=("", ""))
+    return " ".join(pieces).replace(" ".join(best), "".join(best)).split(" ")
 
 
 @wrong("Where no pair is known there is no least rank: give the pieces back as they are.")
@@ -141,7 +173,10 @@ MERGE_STEP = Exercise(
     },
     wrong=(
         _leftmost,
+        _dictionary_order,
         _highest,
+        _small_default,
+        _by_text,
         _once,
         _overlapping,
         _unknown_too,
@@ -199,12 +234,28 @@ def _stream_cases() -> list[Case]:
         case("a family: woman, joiner, girl", _FAMILY, "split"),
         case("the stream ends inside a character", [b"ok ", b"\xf0\x9f", b"\x8d"], "end"),
         case("the byte FF, which begins no character", [b"a", b"\xff", b"b"], "invalid"),
+        case("the byte C0, which begins no character", [b"a", b"\xc0", b"b"], "invalid"),
         case("a character that is broken off", [b"x\xe2", b"yz", b"."], "invalid"),
+        case("broken off, one byte a token", [b"\xf0", b"y", b"."], "invalid"),
         case("the sign U+FFFD, meant as text", [b"\xef\xbf\xbd", b"?"], "invalid"),
         case("the prompt ends inside a character", pizza, "prompt", prompt=2),
         case("the prompt ends with a whole word", pizza, "prompt", prompt=1),
         case("a special token", [b"<|s|>", b"hi", b"<|e|>"], "special", special=(0, 2)),
-        case("an id past the vocabulary", [b"one", b"two"], "special", ids=[0, 9, 1]),
+        case(
+            "a special token inside a character",
+            [b" \xe2", b"<|s|>", b"\x98", b"\x95"],
+            "special",
+            special=(1,),
+        ),
+        case("id 9 of 2 tokens", [b"one", b"two"], "special", ids=[0, 9, 1]),
+        case("id 2 of 2 tokens, which are 0 and 1", [b"one", b"two"], "special", ids=[0, 2, 1]),
+        case(
+            "a special token in the prompt",
+            [b"<|s|>", b"\xe2", b"\x98\x95"],
+            "prompt",
+            prompt=2,
+            special=(0,),
+        ),
     ]
 
 
@@ -373,6 +424,45 @@ class _SpecialShown(_Right):
         return b"" if outside else self.tokenizer.token_bytes(token_id)
 
 
+@wrong(
+    "A special token ends nothing: bytes held before it wait on for the ones that come after it."
+)
+class _SpecialFlushes(_Right):
+    def add(self, token_id):
+        if token_id < self.tokenizer.vocab_size and self.tokenizer.is_special(token_id):
+            return self.decoder.decode(b"", final=True)
+        return super().add(token_id)
+
+
+@wrong("The last id of a vocabulary is vocab_size - 1. An id equal to vocab_size is outside: >=.")
+class _OnePast(_Right):
+    def bytes_of(self, token_id):
+        outside = token_id > self.tokenizer.vocab_size
+        if outside or self.tokenizer.is_special(token_id):
+            return b""
+        return self.tokenizer.token_bytes(token_id)
+
+
+_NEEDS = ((0xF0, 4), (0xE0, 3), (0xC0, 2))  # the first byte of a character says how many follow
+
+
+@wrong(
+    "It counts the bytes that the first one announces, and waits for them whatever comes. A byte "
+    "that cannot continue the character ends the wait: show � at once."
+)
+class _Counts(_Holding):
+    def add(self, token_id):
+        self.held += self.bytes_of(token_id)
+        text = ""
+        while self.held:
+            need = next((n for first, n in _NEEDS if self.held[0] >= first), 1)
+            if len(self.held) < need:
+                break
+            text += self.held[:need].decode("utf-8", errors="replace")
+            self.held = self.held[need:]
+        return text
+
+
 @wrong("An id past the tokenizer's vocabulary gives an empty piece: compare it with vocab_size.")
 class _PaddedRaises(_Right):
     def bytes_of(self, token_id):
@@ -420,7 +510,8 @@ DETOKENIZER = Exercise(
             "Which ids stand for no text at all?",
             "Two kinds: `tokenizer.is_special(token_id)`, and ids of `vocab_size` or more, which "
             "`token_bytes` refuses.",
-            "Ask for both first in `add`, the vocabulary before the special ones, and return ''.",
+            "Ask for both first in `add`, the vocabulary before the special ones, and return '' "
+            "without touching the bytes that are held.",
         ),
     },
     wrong=(
@@ -437,6 +528,9 @@ DETOKENIZER = Exercise(
         _NoPrompt,
         _PromptShown,
         _SpecialShown,
+        _SpecialFlushes,
+        _OnePast,
+        _Counts,
         _PaddedRaises,
     ),
 )

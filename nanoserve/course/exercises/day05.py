@@ -13,6 +13,12 @@ def _cases() -> list[Case]:
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=random)
 
+    curve = (  # up x is 1 everywhere and down changes nothing: silu alone is left
+        torch.ones(1, 3),
+        torch.diag(torch.tensor([1.0, -2.0, 0.0])),
+        torch.eye(3),
+        torch.eye(3),
+    )
     by_hand = (
         torch.tensor([[1.0, 2.0]]),  # one token, hidden size 2
         torch.tensor([[1.0, 0.0], [0.0, -1.0], [0.0, 0.0]]),  # z = (1, -2, 0)
@@ -24,16 +30,23 @@ def _cases() -> list[Case]:
     agree = close(atol=1e-5, rtol=1e-5)
     half = [t.bfloat16() for t in (draw(5, 6), *weights)]
     return [
+        Case("gate x = (1, -2, 0), up x = (1, 1, 1): silu alone", curve, kind="curve",
+             compare=agree),
         Case("one token, 3 hidden units, by hand", by_hand, kind="formula", compare=agree),
         Case("2 texts of 5 tokens, 6 wide, 10 inside", (draw(2, 5, 6), *weights), kind="shape",
              compare=agree),
         Case("as wide inside as outside: 6 and 6", (draw(5, 6), *square), kind="turned",
              compare=agree),
-        Case("bfloat16", tuple(half), kind="shape", compare=close(atol=0.25, rtol=0.05)),
+        Case("bfloat16", tuple(half), kind="dtype", compare=close(atol=0.25, rtol=0.05)),
     ]  # fmt: skip
 
 
 _HINTS = {
+    "curve": (
+        "What becomes of 1, -2 and 0? silu(z) = z * sigmoid(z).",
+        "silu makes 0.7311 of 1, -0.2384 of -2 and 0 of 0. Only gate x goes through it.",
+        "`F.silu(F.linear(x, gate))`, or `z * torch.sigmoid(z)` with z = F.linear(x, gate).",
+    ),
     "formula": (
         "By hand: gate x = (1, -2, 0) and up x = (2, 2, 3). Which of the two is bent?",
         "silu(z) = z * sigmoid(z) makes (0.7311, -0.2384, 0) of the first; multiplied number by "
@@ -45,6 +58,11 @@ _HINTS = {
         "A weight is [out, in], and x may have any axes before its last: multiply by the "
         "transposed weight, which is what F.linear does.",
         "`F.linear(x, gate)` is `x @ gate.T`: [2, 5, 6] times [6, 10] is [2, 5, 10].",
+    ),
+    "dtype": (
+        "Which dtype goes in, and which comes out of yours?",
+        "Nothing here needs float32: the products and silu keep the dtype of x.",
+        "Leave out `.float()` and constants of another dtype.",
     ),
     "turned": (
         "Here every matrix is square, so a transpose too many or too few raises nothing.",
@@ -119,6 +137,22 @@ def _no_down(x, gate, up, down):
     return F.silu(F.linear(x, gate)) * F.linear(x, up)
 
 
+@wrong("The result is float32 whatever came in. It has the dtype of x.")
+def _stays_wide(x, gate, up, down):
+    return swiglu(x.float(), gate.float(), up.float(), down.float())
+
+
+@wrong("That is silu with the sign turned: z * sigmoid(-z). It grows where the gate should close.")
+def _sign_turned(x, gate, up, down):
+    z = F.linear(x, gate)
+    return F.linear(z * torch.sigmoid(-z) * F.linear(x, up), down)
+
+
+@wrong("The gate is the softplus, log(1 + exp(z)). silu is z * sigmoid(z), and dips below 0.")
+def _softplus(x, gate, up, down):
+    return F.linear(F.softplus(F.linear(x, gate)) * F.linear(x, up), down)
+
+
 EXERCISES = (
     Exercise(
         "swiglu",
@@ -127,7 +161,8 @@ EXERCISES = (
         "nanoserve.layers:swiglu",
         wrong=(
             _swapped, _gelu, _relu, _sigmoid, _sum, _silu_of_product, _both_bent, _no_silu,
-            _no_up, _residual, _down_turned, _all_turned, _no_down,
+            _no_up, _residual, _down_turned, _all_turned, _no_down, _stays_wide, _sign_turned,
+            _softplus,
         ),
     ),
 )  # fmt: skip

@@ -114,6 +114,11 @@ def _numbers(seq):
     return torch.full((seq, seq), -torch.inf).triu(1)
 
 
+@wrong("A row and a column too many: query and key both count seq positions.")
+def _too_large(seq):
+    return torch.ones(seq + 1, seq + 1, dtype=torch.bool).triu(1)
+
+
 @wrong("Only the very next token is hidden: everything behind it must be hidden as well.")
 def _next_only(seq):
     return torch.ones(seq, seq, dtype=torch.bool).triu(1).tril(1)
@@ -143,6 +148,8 @@ def _sdpa(
     mask_late=False,
     own_scale=True,
     square=False,
+    turned=False,
+    softmax=lambda scores, axis: scores.softmax(axis),
 ):
     """Attention head by head, with the places where people go wrong as options."""
     (n_q, query_len, dim), (n_kv, kv_len) = q.shape[1:], k.shape[1:3]
@@ -150,13 +157,14 @@ def _sdpa(
         scale = dim**-0.5 if divide is None else divide(dim)
     edge = 1 + kv_len - query_len if first_hidden is None else first_hidden
     hidden = torch.ones(query_len, query_len if square else kv_len, dtype=torch.bool).triu(edge)
+    hidden = ~hidden if turned else hidden
     heads = []
     for h in range(n_q):
         g = kv_head(h, n_q // n_kv, n_kv)
         scores = (q[:, h] @ k[:, g].mT).float() * scale
         if not mask_late:
             scores = scores.masked_fill(hidden, -torch.inf)
-        weights = scores.softmax(axis)
+        weights = softmax(scores, axis)
         if mask_late:
             weights = weights.masked_fill(hidden, 0)
         heads.append(weights.to(v.dtype) @ v[:, g])
@@ -183,12 +191,41 @@ def _no_scale(q, k, v, scale=None):
     return _sdpa(q, k, v, scale, divide=lambda dim: 1.0)
 
 
-@wrong(
-    "The scores are divided by 8. That is head_dim here, and its root in SmolLM2 alone: it is the "
-    "square root of q's own head_dim that is wanted."
-)
+@wrong("The scores are divided by head_dim. Divide by its square root: head_dim ** -0.5.")
 def _no_root(q, k, v, scale=None):
     return _sdpa(q, k, v, scale, divide=lambda dim: 1 / dim)
+
+
+@wrong("The scores are divided by 8 whatever comes in. Take head_dim from q: q.shape[-1] ** -0.5.")
+def _always_8(q, k, v, scale=None):
+    return _sdpa(q, k, v, scale, divide=lambda dim: 1 / 8)
+
+
+@wrong("The scores are multiplied by the root of head_dim. Divide by it: head_dim ** -0.5.")
+def _root_multiplied(q, k, v, scale=None):
+    return _sdpa(q, k, v, scale, divide=lambda dim: dim**0.5)
+
+
+@wrong("A scale that is handed in comes on top of head_dim ** -0.5. It stands in its place.")
+def _both_scales(q, k, v, scale=None):
+    own = q.shape[-1] ** -0.5
+    return _sdpa(q, k, v, own if scale is None else own * scale)
+
+
+@wrong("The mask is upside down: it hides the past and shows the future. Hidden is j > i.")
+def _mask_turned(q, k, v, scale=None):
+    return _sdpa(q, k, v, scale, turned=True)
+
+
+@wrong(
+    "exp of a large score is infinite, and infinite by infinite is NaN. torch.softmax takes the "
+    "row's maximum off first."
+)
+def _no_maximum(q, k, v, scale=None):
+    def naive(scores, axis):
+        return scores.exp() / scores.exp().sum(axis, keepdim=True)
+
+    return _sdpa(q, k, v, scale, softmax=naive)
 
 
 @wrong("A scale that is handed in is ignored: head_dim ** -0.5 is only what None stands for.")
@@ -241,23 +278,29 @@ def _grouped(q, k, v, scale=None):
 
 
 def _sdpa_cases() -> list[Case]:
-    def case(what, q, k, v, kind, scale=(), **options):
-        compare = close(options.pop("atol", 1e-5), options.pop("rtol", 1e-4))
-        return Case(what, (q, k, v, *scale), kind=kind, compare=compare)
+    """Heads, mask and scale each have cases of their own, in which the other two do not show."""
+
+    def case(what, q, k, v, kind, scale=(), atol=1e-5, rtol=1e-4):
+        return Case(what, (q, k, v, *scale), kind=kind, compare=close(atol, rtol))
 
     q, k, v = (_random(i, 2, n, SEQ, DIM) for i, n in enumerate((N_Q, N_KV, N_KV)))
     numbered = torch.arange(2.0).view(1, 2, 1, 1).expand(1, 2, SEQ, DIM).clone()
+    alike = torch.zeros(1, 2, SEQ, DIM)
+    wide = [_random(10 + i, 1, 2, n, 12) for i, n in enumerate((1, SEQ, SEQ))]  # head_dim 12
     poked_k, poked_v = k.clone(), v.clone()
     poked_k[:, :, 3], poked_v[:, :, 3] = 5.0, 1000.0
     longer = _random(3, 2, N_KV, 10, DIM), _random(4, 2, N_KV, 10, DIM)
     half = (2 * q).half(), (2 * k).half(), v.half()
     return [
-        case("6 query heads, 2 KV heads, 5 tokens", q, k, v, "sum"),
         case("values that are their KV head's number", q[:1], k[:1], numbered, "heads"),
+        case("queries of zeros: the mean of what a token may see", alike, k[:1], v[:1], "mask"),
+        case("one query, 2 heads of 12, 2 KV heads", *wide, "scale"),
+        case("the same with a scale of 0.1", *wide, "scale", (0.1,)),
+        case("6 query heads, 2 KV heads, 5 tokens", q, k, v, "sum"),
         case("token 3 made huge: tokens 0 to 2 do not notice", q, poked_k, poked_v, "mask"),
-        case("a scale of 0.1", q, k, v, "sum", (0.1,)),
-        case("one query, the newest of 5 tokens", q[:, :, -1:], k, v, "mask"),
-        case("3 queries, the newest of 10 tokens", q[:, :, -3:], *longer, "mask"),
+        case("one query, the newest of 5 tokens", q[:, :, -1:], k, v, "newest"),
+        case("3 queries, the newest of 10 tokens", q[:, :, -3:], *longer, "newest"),
+        case("scores in the hundreds", 60 * q, k, v, "large", rtol=1e-3, atol=1e-3),
         case("float16 in, float16 out", *half, "dtype", atol=5e-3, rtol=1e-2),
     ]
 
@@ -296,7 +339,8 @@ EXERCISES = (
             ),
         },
         solution=causal_mask,
-        wrong=(_hides_itself, _hides_the_past, _inverted, _one_ahead, _numbers, _next_only),
+        wrong=(_hides_itself, _hides_the_past, _inverted, _one_ahead, _numbers, _next_only,
+               _too_large),
     ),
     Exercise(
         "sdpa",
@@ -318,12 +362,29 @@ EXERCISES = (
                 "v.unsqueeze(2).",
             ),
             "mask": (
-                "Which scores must never count? And if there is one query and five keys, at which "
-                "position does that query stand?",
-                "Fill hidden scores with -torch.inf before the softmax. The queries are the last "
-                "query_len positions: query i is position kv_len - query_len + i.",
+                "Which scores must never count for query i? And does query i see key i?",
+                "Fill the scores of keys j > i with -torch.inf before the softmax over the keys.",
+                "scores.masked_fill(causal_mask(kv_len), -torch.inf), where there are as many "
+                "queries as keys.",
+            ),
+            "newest": (
+                "If there is one query and five keys, at which position does that query stand?",
+                "The queries are the last query_len positions: query i is position "
+                "kv_len - query_len + i, and it sees every key up to that one.",
                 "future = torch.ones(query_len, kv_len, dtype=torch.bool)"
                 ".triu(1 + kv_len - query_len), then scores.masked_fill(future, -torch.inf).",
+            ),
+            "scale": (
+                "What are the scores multiplied by if no scale is handed in? And if one is?",
+                "The default is head_dim ** -0.5, with head_dim from q. A scale that is handed in "
+                "takes its place.",
+                "scale = q.shape[-1] ** -0.5 if scale is None else scale",
+            ),
+            "large": (
+                "exp(100) is more than float32 can hold. What does your softmax do there?",
+                "Taking the largest score of a row off all its scores changes no share, and then "
+                "no exponent is above 0. torch.softmax does that.",
+                "torch.softmax(scores, dim=-1, dtype=torch.float32)",
             ),
             "dtype": (
                 "Which dtype has your result, and which have the weights after the softmax?",
@@ -334,8 +395,9 @@ EXERCISES = (
         },
         target="nanoserve.layers:sdpa",
         wrong=(
-            _no_mask, _wrong_heads, _first_head, _no_scale, _no_root, _ignores_scale, _late_mask,
-            _wrong_axis, _upper_left, _square_mask, _hides_diagonal, _stays_wide, _grouped,
+            _no_mask, _wrong_heads, _first_head, _no_scale, _no_root, _always_8, _root_multiplied,
+            _both_scales, _ignores_scale, _mask_turned, _late_mask, _wrong_axis, _upper_left,
+            _square_mask, _hides_diagonal, _no_maximum, _stays_wide, _grouped,
         ),
     ),
 )  # fmt: skip

@@ -11,75 +11,75 @@ from nanoserve.course.exercises.day01 import SMOLLM2, TINY
 CONFIG: ModelConfig = replace(TINY, n_q=6, n_kv=2, head_dim=8, hidden_size=20, num_layers=3)
 
 
-def bytes_of_a_read(config: ModelConfig, history: int, dtype: torch.dtype, gathered: bool) -> int:
-    """The bytes that one layer's attention moves to read the keys and values of `history` tokens:
+def bytes_of_a_read(config: ModelConfig, kv_len: int, dtype: torch.dtype, gathered: bool) -> int:
+    """The bytes that one layer's attention moves to read the keys and values of `kv_len` tokens:
     where they lie, or, gathered, through a copy of them."""
-    once = 2 * history * config.n_kv * config.head_dim * dtype.itemsize
+    once = 2 * kv_len * config.n_kv * config.head_dim * dtype.itemsize
     return 5 * once if gathered else once  # read, write; read, write; read
 
 
 @wrong("The way makes no difference here: gathering copies the history twice, then reads the copy.")
-def _copy_forgotten(config, history, dtype, gathered):
-    return bytes_of_a_read(config, history, dtype, False)
+def _copy_forgotten(config, kv_len, dtype, gathered):
+    return bytes_of_a_read(config, kv_len, dtype, False)
 
 
 @wrong(
     "Two copies are counted, a read and a write each. Attention then has to read the last one as "
     "well, which makes five."
 )
-def _copy_not_read(config, history, dtype, gathered):
-    return (4 if gathered else 1) * bytes_of_a_read(config, history, dtype, False)
+def _copy_not_read(config, kv_len, dtype, gathered):
+    return (4 if gathered else 1) * bytes_of_a_read(config, kv_len, dtype, False)
 
 
 @wrong(
     "One copy is counted. There are two: the slots by token, and those turned to lie by head. Each "
     "is a read and a write."
 )
-def _one_copy(config, history, dtype, gathered):
-    return (3 if gathered else 1) * bytes_of_a_read(config, history, dtype, False)
+def _one_copy(config, kv_len, dtype, gathered):
+    return (3 if gathered else 1) * bytes_of_a_read(config, kv_len, dtype, False)
 
 
 @wrong("Both ways are counted as a copy. Read in place, the history moves once.")
-def _always_copied(config, history, dtype, gathered):
-    return bytes_of_a_read(config, history, dtype, True)
+def _always_copied(config, kv_len, dtype, gathered):
+    return bytes_of_a_read(config, kv_len, dtype, True)
 
 
 @wrong("A token has a key and a value: count both.")
-def _keys_only(config, history, dtype, gathered):
-    return bytes_of_a_read(config, history, dtype, gathered) // 2
+def _keys_only(config, kv_len, dtype, gathered):
+    return bytes_of_a_read(config, kv_len, dtype, gathered) // 2
 
 
 @wrong("The history is counted for n_q heads. Keys and values have n_kv: the heads share them.")
-def _query_heads(config, history, dtype, gathered):
-    return bytes_of_a_read(config, history, dtype, gathered) * config.n_rep
+def _query_heads(config, kv_len, dtype, gathered):
+    return bytes_of_a_read(config, kv_len, dtype, gathered) * config.n_rep
 
 
 @wrong("hidden_size is the width of the stream. A key is n_kv heads of head_dim numbers.")
-def _hidden_size(config, history, dtype, gathered):
-    return (5 if gathered else 1) * 2 * history * config.hidden_size * dtype.itemsize
+def _hidden_size(config, kv_len, dtype, gathered):
+    return (5 if gathered else 1) * 2 * kv_len * config.hidden_size * dtype.itemsize
 
 
 @wrong("All layers are counted. The benchmark times the read of one.")
-def _all_layers(config, history, dtype, gathered):
-    return bytes_of_a_read(config, history, dtype, gathered) * config.num_layers
+def _all_layers(config, kv_len, dtype, gathered):
+    return bytes_of_a_read(config, kv_len, dtype, gathered) * config.num_layers
 
 
 @wrong("These are numbers, not bytes: multiply by dtype.itemsize.")
-def _numbers(config, history, dtype, gathered):
-    return bytes_of_a_read(config, history, dtype, gathered) // dtype.itemsize
+def _numbers(config, kv_len, dtype, gathered):
+    return bytes_of_a_read(config, kv_len, dtype, gathered) // dtype.itemsize
 
 
 @wrong("4 bytes a number is float32. In bfloat16 it is 2: take dtype.itemsize.")
-def _four_bytes(config, history, dtype, gathered):
-    return bytes_of_a_read(config, history, torch.float32, gathered)
+def _four_bytes(config, kv_len, dtype, gathered):
+    return bytes_of_a_read(config, kv_len, torch.float32, gathered)
 
 
 @wrong(
     "Whole blocks are counted. The mapping names slots, one for each token: the empty end of the "
     "last block is not read."
 )
-def _whole_blocks(config, history, dtype, gathered):
-    return bytes_of_a_read(config, -(-history // 16) * 16, dtype, gathered)
+def _whole_blocks(config, kv_len, dtype, gathered):
+    return bytes_of_a_read(config, -(-kv_len // 16) * 16, dtype, gathered)
 
 
 def _cases() -> list[Case]:
@@ -100,7 +100,7 @@ BYTES_OF_A_READ = Exercise(
             "What does one layer remember of one token?",
             "A key and a value, each n_kv heads of head_dim numbers. For every token of the "
             "history, and nothing for the empty end of its last block.",
-            "2 * history * config.n_kv * config.head_dim * dtype.itemsize",
+            "2 * kv_len * config.n_kv * config.head_dim * dtype.itemsize",
         ),
         "copy": (
             "Follow one key from the pool to the score: how often does it move, if it is copied "

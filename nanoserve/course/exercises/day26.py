@@ -285,6 +285,7 @@ READ_PATHS = Exercise(
         ),
     },
     target="nanoserve.bench.runner:attention_paths",
+    was=("read_paths",),
     wrong=(
         _past_the_cache, _one_layer, _late_binding, _reference_does_not_write, _never_grown,
         _written_by_the_cache, _rows_by_head, _first_slots, _one_short,

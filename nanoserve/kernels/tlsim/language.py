@@ -9,7 +9,7 @@ import torch
 
 from nanoserve.kernels.tlsim.grid import current, fault
 from nanoserve.kernels.tlsim.loops import Range
-from nanoserve.kernels.tlsim.memory import atomic_add, load, store  # noqa: F401
+from nanoserve.kernels.tlsim.memory import atomic_add, load, store
 from nanoserve.kernels.tlsim.values import (
     Operand,
     Value,
