@@ -70,5 +70,5 @@ def _pool(ax):
                  edge=INK if name else HAIR, size=SMALL, colour=ink, height=30)  # fmt: skip
         text(ax, x + 44, y + 44, f"block {number}", size=SMALL, colour=MUTED)
     caption(
-        ax, 230, 446, "32 slots owned, 28 used: 12% empty. A, B and C can all grow, and D may come."
+        ax, 230, 446, "32 slots owned, 28 used: 12% empty. A, B and C can all grow, and D fits too."
     )

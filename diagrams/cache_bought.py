@@ -21,7 +21,7 @@ def draw():
     fig, ax = canvas(
         424,
         "What the cache bought",
-        "A triangle of work becomes a line. The rest of the triangle is only read.",
+        "Without a cache the work is a triangle, with a cache a line. The rest is only read.",
     )
     top = 124
     for left, title, cached in [

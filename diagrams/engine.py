@@ -32,7 +32,7 @@ def draw():
     fig, ax = canvas(
         508,
         "The engine you are going to build",
-        "A real chat model on your own machine, one notebook a day, and no line of it unexplained.",
+        "A real chat model on your own machine, one notebook a day, one engine at the end.",
     )
     _pipeline(ax)
     _oracle(ax)
@@ -60,7 +60,7 @@ def _pipeline(ax):
     block(ax, 306, 240, 17.2, [""] * 15, height=18, fills=fills, edge=CONTIGUOUS)
     text(ax, 306, 279, "KV cache", weight="bold", ha="left")
     day(ax, 412, 279, "day 11")
-    caption(ax, 442, 279, "what it has read")
+    caption(ax, 442, 279, "keys and values so far")
 
     arrow(ax, (580, 193), (608, 193))
     pill(ax, 608, 174, 96, 38, "sampling", edge=INK, fill=WHITE)
@@ -68,7 +68,7 @@ def _pipeline(ax):
     arrow(ax, (704, 193), (728, 193))
     box(ax, 728, 168, 84, 50, "“Gravity\nis …”", edge=HAIR, fill=PANEL, radius=10)
     route(ax, (656, 174), (656, 92), (278, 92), (278, 190))
-    caption(ax, 668, 110, "one token a turn,")
+    caption(ax, 668, 110, "one token per step,")
     caption(ax, 668, 127, "and it goes back in")
 
 
@@ -105,12 +105,12 @@ def _phases(ax):
             410,
             244,
             "Paged memory, one kernel",
-            "days 14–30",
-            "blocks from a shared pool; a kernel\non any CPU, then at the GPU’s roof",
+            "days 14–31",
+            "blocks from a shared pool; a kernel\non any CPU, then fast on a GPU",
             TRITON,
             TRITON_FILL,
         ),
-        (670, 142, "Later", "", "batching, serving,\nmore machines", HAIR, PANEL),
+        (670, 142, "Later", "", "fewer bytes, many\nrequests, a service", HAIR, PANEL),
     ]
     for x, w, name, days, words, edge, fill in columns:
         box(ax, x, 372, w, 108, edge=edge, fill=fill, radius=8)

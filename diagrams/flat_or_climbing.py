@@ -48,8 +48,8 @@ def draw():
             rule(ax, *inside, colour=colour, line=1.6)
             for place in inside:
                 dot(ax, *place, 3.5, colour)
-    caption(ax, 70, BOTTOM + 34, "Five of the nine dots sit in the corner, and all", colour=INK)
-    caption(ax, 70, BOTTOM + 50, "that is seen is the longest length.", colour=INK)
+    caption(ax, 70, BOTTOM + 34, "Five of the nine dots sit in the corner:", colour=INK)
+    caption(ax, 70, BOTTOM + 50, "only the longest lengths show.", colour=INK)
     caption(ax, 490, BOTTOM + 34, "Each law is a straight line, and its slope is", colour=INK)
     caption(ax, 490, BOTTOM + 50, "the exponent.", colour=INK)
     arrow(ax, (386, 225), (446, 225), colour=MUTED)

@@ -1,4 +1,4 @@
-"""Day 18: the oracle of the paged read, and who is held to it."""
+"""Day 18: the oracle of paged attention, and what is compared with it."""
 
 from shapes import (
     CONTIGUOUS,
@@ -28,7 +28,7 @@ def draw():
     fig, ax = canvas(
         512,
         "Freeze the target",
-        "Gather by slot, then the sum that is trusted since Day 6. Nothing else, and never again.",
+        "Gather by slot, then the attention sum of Day 6. Every kernel is compared with this.",
     )
     oracle(ax, 28, 84, 784, 262, radius=10)
     text(ax, 44, 105, "paged_attention_reference", weight="bold", ha="left", mono=True)
@@ -60,10 +60,10 @@ def draw():
     caption(ax, 500, 307, "coral: not this sequence’s, or not written yet.")
     caption(ax, 500, 325, "NaN there must change nothing")
     targets = [
-        (28, "contiguous attention", "the same sum, side by side", "torch.equal", None),
+        (28, "contiguous attention", "the same sum, K/V in a row", "torch.equal", None),
         (230, "the fused read", "the cache attends", "torch.equal", "Day 19"),
         (432, "the kernel, simulated", "in tlsim: another order", "ATOL, RTOL", "Day 22"),
-        (634, "the kernel in Triton", "another machine too", "ATOL, RTOL", "Day 23"),
+        (634, "the kernel in Triton", "on a GPU", "ATOL, RTOL", "Day 23"),
     ]
     for x, name, words, held, when in targets:
         arrow(ax, (x + 89, 402), (x + 89, 347), both=True, colour=ORACLE)

@@ -23,13 +23,13 @@ def draw():
     fig, ax = canvas(
         420,
         "The fused read",
-        "One branch in attention. A cache that can attend is handed the query and answers.",
+        "One branch in attention: a cache with paged_attention takes q and returns the output.",
     )
     box(ax, 28, 196, 120, 56, "q, k, v\nof this step", size=SMALL + 0.5)
     for y, title, words in (
         (124, "no cache", ""),
-        (224, "append", "gives the history back"),
-        (324, "paged_attention", "gives the answer back"),
+        (224, "append", "returns all K and V"),
+        (324, "paged_attention", "returns the output"),
     ):
         colour = FOCUS if y == 324 else INK
         text(ax, 212, y - 10, title, size=SMALL, ha="left", weight="bold", colour=colour, mono=True)
@@ -38,10 +38,12 @@ def draw():
             arrow(ax, (148, y), (204, y))
         else:
             route(ax, (176, 224), (176, y), (204, y), colour=colour)
-    arrow(ax, (380, 124), (560, 124))
-    caption(ax, 392, 112, "this step’s k, v", ha="left")
+    arrow(ax, (290, 124), (560, 124))
+    caption(ax, 302, 112, "this step’s k, v", ha="left")
     pill(ax, 560, 104, 100, 40, "sdpa")
     box(ax, 386, 202, 112, 44, "cache", edge=CONTIGUOUS, fill=CONTIGUOUS_FILL)
+    arrow(ax, (344, 224), (386, 224))
+    arrow(ax, (344, 324), (386, 324), colour=FOCUS)
     arrow(ax, (498, 224), (560, 224), colour=CONTIGUOUS)
     text(ax, 529, 210, "k, v", size=SMALL, colour=MUTED)
     pill(ax, 560, 204, 100, 40, "sdpa")

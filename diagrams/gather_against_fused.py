@@ -1,4 +1,4 @@
-"""Day 20: what the two reads move through memory."""
+"""Day 20: the bytes that each of the two moves."""
 
 from shapes import (
     CONTIGUOUS,
@@ -27,7 +27,7 @@ def draw():
     fig, ax = canvas(
         490,
         "Gather against fused",
-        "The same attention over the same scattered history. What differs is what has to move.",
+        "The same attention over the same scattered K and V. They differ in the bytes moved.",
     )
     for x, title in ((28, "gather, then attend"), (440, "fused: attend in place")):
         text(ax, x, 98, title, weight="bold", ha="left")
@@ -49,7 +49,7 @@ def draw():
     text(ax, 748, 224, "read", size=SMALL, ha="left", weight="bold")
     pill(ax, 528, 290, 200, 34, "q attends", fill=FOCUS_FILL)
     for x, words, width, colour, fill in (
-        (28, "5 times the history", 5, CONTIGUOUS, CONTIGUOUS_FILL),
+        (28, "5 times K and V", 5, CONTIGUOUS, CONTIGUOUS_FILL),
         (440, "once", 1, FOCUS, FOCUS_FILL),
     ):
         caption(ax, x, 351, "moved")
@@ -57,16 +57,16 @@ def draw():
         text(ax, x + 66 + 36 * width, 351, words, size=SMALL, ha="left", colour=INK)
     box(ax, 28, 394, 784, 68, fill=WHITE, edge=HAIR)
     text(ax, 44, 416, "Today", weight="bold", ha="left", colour=FOCUS)
-    now = "the fused read calls the reference, which gathers inside: both are the left side."
+    now = "the fused path calls the reference, which gathers inside: both are the left side."
     text(ax, 108, 416, now, ha="left")
     text(ax, 44, 440, "Week 6", weight="bold", ha="left", colour=MUTED)
-    later = "a kernel takes its place and reads slot by slot: the right side comes true."
+    later = "a kernel replaces the reference and reads slot by slot: the right side."
     text(ax, 108, 440, later, ha="left")
     return fig
 
 
 def pool(ax, x, y):
-    """Three blocks of this sequence among other people's."""
+    """Three blocks of this sequence among those of other sequences."""
     for i in range(8):
         mine = OWN.get(i, 0)
         fills = [CONTIGUOUS_FILL if n < mine else WHITE for n in range(4)]

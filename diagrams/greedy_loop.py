@@ -24,7 +24,7 @@ def draw():
     fig, ax = canvas(
         400,
         "The greedy loop",
-        "Ask for the best next token, append it, ask again, until there is a reason to stop.",
+        "Take the best next token, append it, repeat, until there is a reason to stop.",
     )
     y = 158
     block(ax, 28, y - 19, 38, ["1780", "314", "9354", "47"], height=38, mono=True, size=SMALL)
@@ -59,7 +59,7 @@ def draw():
     text(ax, 778, 318, "yes", size=SMALL, colour=MUTED, ha="right")
     rule(ax, (580, 306), (586, 306), (586, 370), (580, 370), colour=MUTED)
     exits = [
-        ("an end-of-sequence id", "“stop”", "the model has said its piece; the id is not shown"),
+        ("an end-of-sequence id", "“stop”", "the model has finished; the id is not shown"),
         ("max_tokens reached", "“length”", "you asked for no more"),
         ("the context is full", "“length”", "there is no position left to write at"),
     ]

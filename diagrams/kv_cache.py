@@ -41,7 +41,7 @@ def draw():
     caption(ax, 640, 111, "one layer’s cache,")
     caption(ax, 640, 128, "[1, n_kv, kv_len, d]:")
     caption(ax, 640, 145, "this step’s keys in,")
-    caption(ax, 640, 162, "the whole history out")
+    caption(ax, 640, 162, "all keys so far out")
     rule(ax, (28, 292), (812, 292))
     text(
         ax,
@@ -54,7 +54,7 @@ def draw():
     for x, name, query_len, kv_len in [
         (130, "prefill", 5, 5),
         (330, "continuation", 3, 10),
-        (612, "decode", 1, 8),
+        (612, "decode", 1, 6),
     ]:
         mask(ax, x, 344, query_len, kv_len)
         text(

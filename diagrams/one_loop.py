@@ -24,7 +24,7 @@ def draw():
     fig, ax = canvas(
         448,
         "One loop for all of them",
-        "generate collects what stream yields, so the two cannot disagree.",
+        "generate collects the pieces that stream yields, so both give the same text.",
     )
     y = 134
     parts = [
@@ -51,8 +51,8 @@ def draw():
     rows = [
         ("“All done”", "All done", "", ""),
         ("“. E”", "All done. ", "E", "could be the start of END"),
-        ("“N”", "All done. ", "EN", "it still could"),
-        ("“D of”", "All done. ", "END of", "it was: stop, and show none of it"),
+        ("“N”", "All done. ", "EN", "it still could be"),
+        ("“D of”", "All done. ", "END of", "found: stop, and show none of it"),
     ]
     caption(ax, 28, 280, "token’s text")
     caption(ax, 164, 280, "shown")

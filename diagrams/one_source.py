@@ -1,4 +1,4 @@
-"""Day 23: one kernel source, three engines, one oracle."""
+"""Day 23: one kernel source, three runtimes, one oracle."""
 
 from shapes import (
     FOCUS,
@@ -24,15 +24,15 @@ from shapes import (
 ENGINES = (
     ("tlsim", "in this process: all programs at once, in torch", TLSIM, TLSIM_FILL),
     ("Triton’s interpreter", "a process of its own: one program at a time", TRITON, TRITON_FILL),
-    ("Triton, compiled", "machine code of a card, from sm_75 to sm_100", TRITON, TRITON_FILL),
+    ("Triton, compiled", "machine code of a GPU, from sm_75 to sm_100", TRITON, TRITON_FILL),
 )
 
 
 def draw():
     fig, ax = canvas(
         452,
-        "One source, three engines",
-        "No line of the kernel knows which of them reads it. The oracle holds all three.",
+        "One source, three runtimes",
+        "The source is the same in all three. The output of each is compared with the oracle.",
     )
     box(ax, 28, 149, 178, 116, edge=FOCUS, fill=FOCUS_FILL)
     text(ax, 117, 176, "paged_attention.py", size=SMALL, weight="bold", colour=FOCUS, mono=True)
@@ -54,9 +54,16 @@ def draw():
     text(ax, 738, 220, "closer than\ntolerance(dtype)", size=SMALL)
     pill(ax, 28, 364, 178, 40, "select_backend", mono=True, size=SMALL + 0.5, edge=HAIR)
     arrow(ax, (206, 384), (266, 384), colour=INK)
-    text(ax, 282, 374, "a card, Triton, and capability 7.5: compiled", ha="left", size=SMALL + 0.5)
+    text(
+        ax,
+        282,
+        374,
+        "a GPU of capability 7.5 or newer, and Triton: compiled",
+        ha="left",
+        size=SMALL + 0.5,
+    )
     text(ax, 282, 396, "anything else: tlsim", ha="left", size=SMALL + 0.5)
     caption(
-        ax, 28, 428, "Which one runs is asked of the tensors’ device, once per read.", colour=MUTED
+        ax, 28, 428, "select_backend looks at the tensors’ device, once per call.", colour=MUTED
     )
     return fig

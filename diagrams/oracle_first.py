@@ -26,7 +26,7 @@ def draw():
     fig, ax = canvas(
         418,
         "What one token costs without a cache",
-        "Each new token runs the model over every position again, all but one of them for nothing.",
+        "Each new token runs the model over every position again. Only one of them is new.",
     )
     _staircase(ax)
     _oracle(ax)

@@ -1,4 +1,4 @@
-"""Day 25: the line that moved: who reads the cache, where, and what holds both to the oracle."""
+"""Day 25: the line that moved: which backend attends, where, and the oracle of both."""
 
 from nanoserve.course.plots import COLOURS
 from shapes import (
@@ -27,7 +27,7 @@ def draw():
     fig, ax = canvas(
         536,
         "One line moves",
-        "The cache asks a dispatcher. Which engine answers, neither cache nor attention learns.",
+        "The cache calls a dispatcher, and the dispatcher chooses the backend.",
     )
     box(ax, 220, 82, 400, 56, edge=FOCUS, fill=FOCUS_FILL)
     text(ax, 420, 101, "PagedKVCache.paged_attention", weight="bold", mono=True)
@@ -35,7 +35,7 @@ def draw():
     arrow(ax, (420, 138), (420, 168), colour=FOCUS)
     pill(ax, 300, 168, 240, 38, "select_backend(q.device)", edge=FOCUS, fill=FOCUS_FILL)
     for x, side, colour, fill, name, what, where in (
-        (28, 300, TRITON, TRITON_FILL, "paged_attention_triton", "compiled", "a CUDA card"),
+        (28, 300, TRITON, TRITON_FILL, "paged_attention_triton", "compiled", "a CUDA GPU"),
         (572, 540, TLSIM, TLSIM_FILL, "paged_attention_tlsim", "as torch", "any other machine"),
     ):
         middle = x + 120
@@ -51,13 +51,13 @@ def draw():
     caption(ax, 420, 292, "paged_attention_reference", ha="center", mono=True, size=SMALL)
     for begin, end in (((318, 280), (268, 280)), ((522, 280), (572, 280))):
         arrow(ax, begin, end, both=True, colour=ORACLE, dashed=True)
-    caption(ax, 420, 332, "holds both at atol 1e-5; off the path", ha="center")
+    caption(ax, 420, 332, "tests compare both with it, atol 1e-5", ha="center")
     route(ax, (148, 312), (148, 376), (336, 376), colour=TRITON)
     route(ax, (692, 312), (692, 376), (504, 376), colour=TLSIM)
     pill(ax, 336, 357, 168, 38, "one output")
     arrow(ax, (420, 395), (420, 424))
     pill(ax, 336, 424, 168, 34, "gqa_attention")
     box(ax, 28, 478, 784, 38, fill=PANEL, edge=PANEL)
-    words = "The trade: equal in every bit gave way to close, and the read may now be a kernel."
+    words = "The trade: close to the oracle, no longer equal in every bit. A kernel may attend now."
     text(ax, 420, 497, words, weight="bold")
     return fig

@@ -33,8 +33,8 @@ def draw():
     fig, ax = canvas(
         444,
         "Give it back",
-        "A pool lives for ever, a sequence does not. What it leaves behind is NaN, "
-        "so nobody can read it unseen.",
+        "The pool stays, a sequence ends. Its slots are filled with NaN, "
+        "so a stale read cannot go unnoticed.",
     )
     for i, (words, owners, focus, free) in enumerate(ROWS):
         y = 88 + 104 * i
@@ -47,7 +47,7 @@ def draw():
         ax,
         54,
         419,
-        "NaN: owned by nobody, or not written yet. One read too many, and the answer is NaN too.",
+        "NaN: free, or not written yet. One read too many makes the output NaN too.",
     )
     return fig
 

@@ -24,7 +24,7 @@ TOKENS = ["a", "the", "its", "one", "all", "my", "no", "ah"]
 def draw():
     fig, ax = canvas(
         404,
-        "Four ways to shape a choice",
+        "Four ways to shape a distribution",
         "Each panel starts from the first. What is struck out goes; the rest is scaled to 100%.",
     )
     plain = softmax(LOGITS)
@@ -41,13 +41,13 @@ def draw():
         ax,
         28,
         366,
-        "Temperature changes all the odds and removes nobody. The masks cut the tail off: by rank,",
+        "Temperature changes all the odds and removes no token. The masks cut the tail off: by rank,",
     )
     caption(
         ax,
         28,
         383,
-        "by mass, or by distance from the best. Who crosses the top-p line stays in.",
+        "by mass, or by distance from the best. The token that crosses the top-p line stays in.",
     )
     return fig
 

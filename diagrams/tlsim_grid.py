@@ -38,8 +38,7 @@ def draw():
     fig, ax = canvas(
         464,
         "A grid of programs",
-        "One launch, three programs, one source. Its number is all that tells a program "
-        "from the others.",
+        "One launch, three programs, one source. Only the number of a program differs.",
     )
     pill(ax, 262, LAUNCH, 316, 30, edge=HAIR)
     text(ax, 420, LAUNCH + 15, "double[(3,)](x, out, 10, BLOCK=4)", mono=True, size=BODY)
@@ -77,7 +76,7 @@ def draw():
     x = (lane_x(N) + lane_x(N + 1) + LANE) / 2
     for y, words in (((MEMORY + 30 + BOXES) / 2, "load"), ((BOXES + 132 + OUT) / 2, "store × 2")):
         text(ax, 22, y, words, size=SMALL, colour=MUTED, ha="left")
-        text(ax, x, y, "not yours", size=SMALL, colour=FAULT, weight="bold")
+        text(ax, x, y, "outside", size=SMALL, colour=FAULT, weight="bold")
     caption(
         ax,
         28,

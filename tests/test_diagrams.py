@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from nanoserve.course.show import png_description, png_metadata
+
 DIAGRAMS = Path(__file__).resolve().parents[1] / "diagrams"
-PATCH = 20  # pixels: the side of the squares whose mean colours are compared
+PATCH = 40  # pixels: the side of the squares whose mean colours are compared
 CHANGED = 12  # of 255: hinting by another FreeType stays below 9, a line moved by a pixel does not
 
 
@@ -43,19 +45,20 @@ def drawn():
     return draw
 
 
-def on_white(data: bytes) -> np.ndarray:
-    """Pixels of a PNG over white, [height, width, 3], 0 to 255."""
+def pixels_of(data: bytes) -> np.ndarray:
+    """A PNG's pixels, [height, width, 4], 0 to 255: red, green and blue over white, and alpha."""
     image = Image.open(io.BytesIO(data)).convert("RGBA")
     white = Image.new("RGBA", image.size, "white")
     white.alpha_composite(image)
-    return np.asarray(white.convert("RGB"), dtype=float)
+    white.putalpha(image.getchannel("A"))
+    return np.asarray(white, dtype=float)
 
 
 def patches(pixels: np.ndarray) -> np.ndarray:
     """Mean colours of the squares of PATCH pixels that fit into the picture."""
     rows, columns = (n // PATCH for n in pixels.shape[:2])
     whole = pixels[: rows * PATCH, : columns * PATCH]
-    return whole.reshape(rows, PATCH, columns, PATCH, 3).mean(axis=(1, 3))
+    return whole.reshape(rows, PATCH, columns, PATCH, 4).mean(axis=(1, 3))
 
 
 def words_and_colours(svg: str) -> list[str]:
@@ -65,8 +68,8 @@ def words_and_colours(svg: str) -> list[str]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_committed_png_is_what_the_script_draws(name, drawn):
-    committed = on_white((DIAGRAMS / f"{name}.png").read_bytes())
-    redrawn = on_white(make.png(drawn(name)))
+    committed = pixels_of((DIAGRAMS / f"{name}.png").read_bytes())
+    redrawn = pixels_of(make.png(drawn(name), make.alt(name)))
     assert committed.shape == redrawn.shape
     assert np.abs(committed - redrawn).mean() < 4, f"run: python diagrams/make.py {name}"
     worst = np.abs(patches(committed) - patches(redrawn)).max()
@@ -77,16 +80,34 @@ def test_the_committed_png_is_what_the_script_draws(name, drawn):
 def test_the_committed_svg_has_the_words_and_colours_of_the_script(name, drawn):
     committed = words_and_colours((DIAGRAMS / f"{name}.svg").read_text(encoding="utf-8"))
     assert committed
-    assert committed == words_and_colours(make.svg(drawn(name)).decode()), (
+    assert committed == words_and_colours(make.svg(drawn(name), make.alt(name)).decode()), (
         f"run: python diagrams/make.py {name}"
     )
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_picture_is_840_wide_and_small(name):
+def test_a_picture_has_1680_pixels_for_840_of_the_page_and_is_small(name):
     data = (DIAGRAMS / f"{name}.png").read_bytes()
-    assert Image.open(io.BytesIO(data)).width == 840
-    assert len(data) < 80_000
+    assert Image.open(io.BytesIO(data)).width == 1680
+    assert png_metadata(data)["width"] == 840
+    assert len(data) < 100_000
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_outside_the_round_corners_a_picture_is_transparent_and_inside_it_is_not(name):
+    alpha = np.asarray(Image.open(DIAGRAMS / f"{name}.png").convert("RGBA"))[:, :, 3]
+    assert [alpha[y, x] for y in (0, -1) for x in (0, -1)] == [0, 0, 0, 0]
+    assert (alpha[30:-30, 4:-4] == 255).all()
+    assert len(np.unique(alpha)) > 2  # the edge of a corner is smooth
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_picture_carries_its_alt_text_in_both_files(name):
+    words = make.alt(name)
+    assert 60 <= len(words) <= 400
+    assert png_description((DIAGRAMS / f"{name}.png").read_bytes()) == words
+    svg = (DIAGRAMS / f"{name}.svg").read_text(encoding="utf-8")
+    assert unescape(re.search(r"<desc>(.*?)</desc>", svg)[1]) == words
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -124,8 +145,8 @@ def overlap(a, b, slack: float = 2) -> bool:
 
 
 def test_drawing_twice_gives_the_same_bytes(drawn):
-    assert make.svg(make.draw("engine")) == make.svg(drawn("engine"))
-    assert make.png(make.draw("engine")) == make.png(drawn("engine"))
+    assert make.svg(make.draw("engine"), "x") == make.svg(drawn("engine"), "x")
+    assert make.png(make.draw("engine"), "x") == make.png(drawn("engine"), "x")
 
 
 def test_every_committed_picture_has_its_script():

@@ -7,6 +7,7 @@ import html
 import re
 import struct
 import sys
+import zlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -21,8 +22,22 @@ CELL = (
 GOOD, BAD, QUIET = "#009E73", "#D55E00", "opacity:0.7"
 
 
-def show(plain: str, html: str | None = None, png: bytes | None = None, **more: Any) -> None:
-    """Display the forms in one output of a notebook; outside of one, print the plain text."""
+DENSITY = 2  # pixels of a picture's file for one pixel of the page
+WIDTH = 840  # pixels of the page: the widest picture
+
+
+def show(
+    plain: str,
+    html: str | None = None,
+    png: bytes | None = None,
+    alt: str | None = None,
+    **more: Any,
+) -> None:
+    """Display the forms in one output of a notebook; outside of one, print the plain text.
+
+    `png` has DENSITY pixels for each pixel of the page. `alt` says what it shows; by default it is
+    the description that the PNG carries.
+    """
     if not in_notebook():
         encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
         print(plain.encode(encoding, "replace").decode(encoding))
@@ -34,8 +49,33 @@ def show(plain: str, html: str | None = None, png: bytes | None = None, **more: 
         data["text/html"] = html
     if png is not None:
         data["image/png"] = base64.b64encode(png).decode()
-        metadata = {"image/png": {"width": min(840, struct.unpack(">I", png[16:20])[0])}}
+        metadata = {"image/png": png_metadata(png, alt)}
     display(data, metadata=metadata, raw=True)
+
+
+def png_metadata(png: bytes, alt: str | None = None) -> dict[str, Any]:
+    """An output's metadata for a PNG: its width on the page, and its alt text if there is one.
+
+    nbconvert's classic template and our export template write `alt` into the page; JupyterLab 4.6
+    keeps it and does not use it.
+    """
+    width = min(WIDTH, struct.unpack(">I", png[16:20])[0] // DENSITY)
+    alt = png_description(png) if alt is None else alt
+    return {"width": width, **({"alt": alt} if alt else {})}
+
+
+def png_description(png: bytes) -> str:
+    """The text of a PNG's "Description" chunk (iTXt); "" if it has none."""
+    at = 8
+    while at < len(png):
+        size, kind = struct.unpack(">I4s", png[at : at + 8])
+        chunk = png[at + 8 : at + 8 + size]
+        if kind == b"iTXt" and chunk.startswith(b"Description\0"):
+            packed, _, rest = chunk[12], chunk[13], chunk[14:]
+            text = rest.split(b"\0", 2)[2]  # behind the language and the translated keyword
+            return (zlib.decompress(text) if packed else text).decode()
+        at += 12 + size
+    return ""
 
 
 def in_notebook() -> bool:

@@ -284,14 +284,13 @@ today.check(rope_frequencies)
 # %% jupyter={"source_hidden": true}
 # lands in nanoserve/layers.py: rope_frequencies, rope_tables
 def rope_frequencies(config: ModelConfig) -> torch.Tensor:
-    """The angle per position of each rotated pair, in radians: float32 [head_dim / 2].
+    """The angle per position that the model uses: float32 [head_dim / 2].
 
-    theta ** (-2i / head_dim) (Su et al. 2021, section 3.2). Llama 3's scaling divides the
-    frequencies of waves longer than the original context by `factor`, keeps those of short waves,
-    and blends between the two.
+    Without scaling, the plain frequencies. With Llama 3's scaling, pairs that turn often within the
+    original context keep their frequency, for pairs that hardly turn it is divided by `factor`, and
+    between the two it is blended.
     """
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-    frequencies = 1.0 / config.rope_theta**exponents
+    frequencies = plain_frequencies(config)
     scaling = config.rope_scaling
     if scaling is None:
         return frequencies

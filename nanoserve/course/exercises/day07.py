@@ -52,31 +52,41 @@ def _mlp(x, layer, names=("gate", "up", "down")):
 FIRST, SECOND = "input_layernorm", "post_attention_layernorm"
 
 
-@wrong("The sum is normed (post-norm, as in 2017). Here only the copy that a part reads is normed.")
+@wrong(
+    "The sum is normed (post-norm, as in 2017). Norm only the copy that attention or the MLP "
+    "reads.",
+    hints="attention",
+)
 def _post_norm(x, layer, cos, sin, config, cache=None, index=0):
     x = _norm(x + gqa_attention(x, layer, cos, sin, config, cache, index), layer, FIRST)
     return _norm(x + _mlp(x, layer), layer, SECOND)
 
 
-@wrong("There is no residual: attention and the MLP replace the stream. Add them to it.")
+@wrong(
+    "There is no residual: attention and the MLP replace the stream. Add their results to it.",
+    hints="attention",
+)
 def _no_residual(x, layer, cos, sin, config, cache=None, index=0):
     x = gqa_attention(_norm(x, layer, FIRST), layer, cos, sin, config, cache, index)
     return _mlp(_norm(x, layer, SECOND), layer)
 
 
-@wrong("The first residual is missing: attention's result has to be added to x.")
+@wrong("The first residual is missing: add the result of attention to x.", hints="attention")
 def _first_residual_missing(x, layer, cos, sin, config, cache=None, index=0):
     x = gqa_attention(_norm(x, layer, FIRST), layer, cos, sin, config, cache, index)
     return x + _mlp(_norm(x, layer, SECOND), layer)
 
 
-@wrong("The second residual is missing: the MLP's result has to be added to the stream.")
+@wrong("The second residual is missing: add the MLP's result to the stream.", hints="mlp")
 def _second_residual_missing(x, layer, cos, sin, config, cache=None, index=0):
     x = x + gqa_attention(_norm(x, layer, FIRST), layer, cos, sin, config, cache, index)
     return _mlp(_norm(x, layer, SECOND), layer)
 
 
-@wrong("The results are added to the normed copy. The copy is only for reading; add to x itself.")
+@wrong(
+    "The results are added to the normed copy. The copy is only for reading; add to x itself.",
+    hints="attention",
+)
 def _adds_to_the_copy(x, layer, cos, sin, config, cache=None, index=0):
     x = _norm(x, layer, FIRST)
     x = x + gqa_attention(x, layer, cos, sin, config, cache, index)
@@ -84,28 +94,35 @@ def _adds_to_the_copy(x, layer, cos, sin, config, cache=None, index=0):
     return x + _mlp(x, layer)
 
 
-@wrong("input_layernorm is used twice. Before the MLP it is post_attention_layernorm's turn.")
+@wrong("input_layernorm is used twice. Use post_attention_layernorm before the MLP.", hints="mlp")
 def _one_norm_twice(x, layer, cos, sin, config, cache=None, index=0):
     x = x + gqa_attention(_norm(x, layer, FIRST), layer, cos, sin, config, cache, index)
     return x + _mlp(_norm(x, layer, FIRST), layer)
 
 
 @wrong(
-    "The two norms have changed places. post_attention_layernorm stands after attention, that is "
-    "before the MLP."
+    "The two norms are swapped. post_attention_layernorm stands after attention, so it is the norm "
+    "before the MLP.",
+    hints="mlp",
 )
 def _norms_swapped(x, layer, cos, sin, config, cache=None, index=0):
     x = x + gqa_attention(_norm(x, layer, SECOND), layer, cos, sin, config, cache, index)
     return x + _mlp(_norm(x, layer, FIRST), layer)
 
 
-@wrong("The MLP reads the stream as it is: norm a copy for it, with post_attention_layernorm.")
+@wrong(
+    "The MLP reads the stream without a norm: norm a copy for it, with post_attention_layernorm.",
+    hints="mlp",
+)
 def _mlp_unnormed(x, layer, cos, sin, config, cache=None, index=0):
     x = x + gqa_attention(_norm(x, layer, FIRST), layer, cos, sin, config, cache, index)
     return x + _mlp(x, layer)
 
 
-@wrong("Attention reads the stream as it is: norm a copy for it, with input_layernorm.")
+@wrong(
+    "Attention reads the stream without a norm: norm a copy for it, with input_layernorm.",
+    hints="attention",
+)
 def _attention_unnormed(x, layer, cos, sin, config, cache=None, index=0):
     x = x + gqa_attention(x, layer, cos, sin, config, cache, index)
     return x + _mlp(_norm(x, layer, SECOND), layer)
@@ -113,45 +130,56 @@ def _attention_unnormed(x, layer, cos, sin, config, cache=None, index=0):
 
 @wrong(
     "The MLP reads the stream as it was before attention, so the two run side by side. Some models "
-    "do that (GPT-J); here the MLP comes after, and reads the sum."
+    "do that (GPT-J). Here the MLP comes after attention and reads the sum.",
+    hints="both",
 )
 def _side_by_side(x, layer, cos, sin, config, cache=None, index=0):
     attention = gqa_attention(_norm(x, layer, FIRST), layer, cos, sin, config, cache, index)
     return x + attention + _mlp(_norm(x, layer, SECOND), layer)
 
 
-@wrong("What attention added is lost: the MLP's result goes to the sum, not to the x of the start.")
+@wrong(
+    "The result of attention is lost at the end: add the MLP's result to the sum, not to the x "
+    "that came in.",
+    hints="both",
+)
 def _attention_lost(x, layer, cos, sin, config, cache=None, index=0):
     h = x + gqa_attention(_norm(x, layer, FIRST), layer, cos, sin, config, cache, index)
     return x + _mlp(_norm(h, layer, SECOND), layer)
 
 
-@wrong("gate_proj and up_proj have changed places in the call: swiglu(x, gate, up, down).")
+@wrong("gate_proj and up_proj are swapped in the call: swiglu(x, gate, up, down).", hints="mlp")
 def _gate_and_up_swapped(x, layer, cos, sin, config, cache=None, index=0):
     x = x + gqa_attention(_norm(x, layer, FIRST), layer, cos, sin, config, cache, index)
     return x + _mlp(_norm(x, layer, SECOND), layer, ("up", "gate", "down"))
 
 
-@wrong("The norms run with an eps of their own. It is the model's to say: config.norm_eps.")
+@wrong("The norms use a fixed eps. Use the model's own: config.norm_eps.", hints="eps")
 def _own_eps(x, layer, cos, sin, config, cache=None, index=0):
     normed = _norm(x, layer, FIRST, 1e-6)
     x = x + gqa_attention(normed, layer, cos, sin, config, cache, index)
     return x + _mlp(_norm(x, layer, SECOND, 1e-6), layer)
 
 
-@wrong("The cache is not handed on: attention takes it as its last arguments, `cache, index`.")
+@wrong(
+    "The cache is not passed on: gqa_attention takes it as its last two arguments, `cache, index`.",
+    hints="cache",
+)
 def _cache_forgotten(x, layer, cos, sin, config, cache=None, index=0):
     x = x + gqa_attention(_norm(x, layer, FIRST), layer, cos, sin, config)
     return x + _mlp(_norm(x, layer, SECOND), layer)
 
 
-@wrong("The cache is handed on without `index`, so every layer would write into layer 0's place.")
+@wrong(
+    "The cache is passed on without `index`, so every layer would write into layer 0's place.",
+    hints="cache",
+)
 def _index_forgotten(x, layer, cos, sin, config, cache=None, index=0):
     x = x + gqa_attention(_norm(x, layer, FIRST), layer, cos, sin, config, cache)
     return x + _mlp(_norm(x, layer, SECOND), layer)
 
 
-@wrong("`+=` adds into the caller's tensor. Write x = x + ..., which makes a new one.")
+@wrong("`+=` changes the caller's tensor. Write x = x + ..., which makes a new one.", hints="copy")
 def _in_place(x, layer, cos, sin, config, cache=None, index=0):
     x += gqa_attention(_norm(x, layer, FIRST), layer, cos, sin, config, cache, index)
     x += _mlp(_norm(x, layer, SECOND), layer)
@@ -159,7 +187,7 @@ def _in_place(x, layer, cos, sin, config, cache=None, index=0):
 
 
 class _Recorder:
-    """A cache that remembers nothing but which layer wrote."""
+    """A cache that stores only the numbers of the layers that wrote."""
 
     def __init__(self) -> None:
         self.seq_len, self.layers = 0, []
@@ -172,7 +200,7 @@ class _Recorder:
 def _with_a_cache(answer, *args):
     cache = _Recorder()
     out = answer(*args, cache, 2)
-    return {"layers that wrote": cache.layers, "output": out}
+    return {"layers that called append": cache.layers, "output": out}
 
 
 def _cases() -> list[Case]:
@@ -186,7 +214,7 @@ def _cases() -> list[Case]:
         case("attention adds nothing (o_proj is 0)", "mlp", o_proj=0.0),
         case("the MLP adds nothing (down_proj is 0)", "attention", down_proj=0.0),
         case("both add, a batch of 2, 5 tokens", "both", batch=2),
-        case("a long stream: x is 30 times as large", "both", size=30.0),
+        case("a stream 30 times as large", "both", size=30.0),
         case("cache and index reach attention", "cache", call=_with_a_cache),
     ]
 
@@ -197,8 +225,8 @@ EXERCISES = (
         _cases,
         hints={
             "mlp": (
-                "Attention gives 0 here, so the stream reaches the MLP as it came in. What should "
-                "come out?",
+                "Attention gives 0 here, so the MLP meets the stream as it came in. Which norm "
+                "does the MLP read through, and where does its result go?",
                 "x + swiglu(a normed copy of x), and the norm before the MLP is called "
                 "post_attention_layernorm.",
                 'normed = rms_norm(x, layer["post_attention_layernorm.weight"], config.norm_eps), '
@@ -211,15 +239,27 @@ EXERCISES = (
                 "x = x + gqa_attention(normed, layer, cos, sin, config, cache, index).",
             ),
             "both": (
-                "Each half by itself is right. Which x does the second half read, and to which "
+                "Each half by itself is right. Which x does the second half read, and to which x "
                 "does it add?",
-                "The MLP reads and adds to the sum that the first half left behind.",
+                "The MLP reads the sum that the first half made, and its result is added to that "
+                "same sum.",
                 "Call the first sum x again (x = x + ...), and let the last two lines use that x.",
             ),
             "cache": (
                 "Two of the arguments have not been used yet.",
                 "gqa_attention takes them as its last two. Nothing else in a block needs them.",
                 "gqa_attention(normed, layer, cos, sin, config, cache, index)",
+            ),
+            "eps": (
+                "A norm has two settings: its weight, and a small number under the root. Where "
+                "does the small number come from?",
+                "Every model has its own, so it stands in the config.",
+                'rms_norm(x, layer["input_layernorm.weight"], config.norm_eps)',
+            ),
+            "copy": (
+                "The caller still needs its x. Is it the same after the call?",
+                "x += y changes the tensor that x names, and the caller holds that tensor too.",
+                "x = x + gqa_attention(...), and at the end return x + swiglu(...)",
             ),
         },
         target="nanoserve.layers:block",

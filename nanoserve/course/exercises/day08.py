@@ -37,42 +37,50 @@ def _prefix(i: int) -> str:
 
 @wrong(
     "Layer 1 also gets the weights of layers 10 to 19: their names begin with `model.layers.1` "
-    "too. End the prefix with its dot."
+    "too. End the prefix with its dot.",
+    hints="twelve",
 )
 def _no_dot(weights, i):
     start = _prefix(i)[:-1]
     return {n[len(start) + 1 :]: w for n, w in weights.items() if n.startswith(start)}
 
 
-@wrong("The names still carry their layer. Cut the prefix off: every layer uses the same names.")
+@wrong(
+    "The names still hold the layer's number. Cut the prefix off: every layer uses the same names.",
+    hints="names",
+)
 def _keeps_prefix(weights, i):
     return {n: w for n, w in weights.items() if n.startswith(_prefix(i))}
 
 
 @wrong(
-    "`lstrip` takes away letters, not a prefix, and so eats into the name that follows. "
-    "`removeprefix` takes away the prefix."
+    "`lstrip` removes single letters, so it also removes the beginning of the name that follows. "
+    "`removeprefix` removes the prefix as a whole.",
+    hints="prefix",
 )
 def _lstrip(weights, i):
     return {n.lstrip(_prefix(i)): w for n, w in weights.items() if n.startswith(_prefix(i))}
 
 
-@wrong("Only weights are taken. Some models have biases (`.bias`), and they belong to the layer.")
+@wrong(
+    "Only names that end in `.weight` are kept. Some models have biases (`.bias`): keep those too.",
+    hints="prefix",
+)
 def _no_bias(weights, i):
     return {n: w for n, w in _right(weights, i).items() if n.endswith(".weight")}
 
 
-@wrong("The names end at the part, without `.weight` or `.bias`. Cut only at the front.")
+@wrong("`.weight` and `.bias` are cut off. Cut the names only at the front.", hints="prefix")
 def _cut_behind(weights, i):
     return {n.rpartition(".")[0]: w for n, w in _right(weights, i).items()}
 
 
-@wrong("Layers count from 0, in the checkpoint and here: nothing has to be taken from i.")
+@wrong("It takes layer i - 1. Layers count from 0, both in the checkpoint and here.", hints="names")
 def _from_one(weights, i):
     return _right(weights, i - 1)
 
 
-@wrong("The tensors were copied. A second set of weights would take twice the memory.")
+@wrong("The tensors are copied. A second set of weights would take twice the memory.", hints="same")
 def _copies(weights, i):
     return {n: w.clone() for n, w in _right(weights, i).items()}
 
@@ -101,7 +109,7 @@ def _layer_cases() -> list[Case]:
         Case("layer 0", (_named(), 0), kind="names"),
         Case("layer 1 of 12", (_named(), 1), kind="twelve"),
         Case("layer 11 of 12", (_named(), 11), kind="twelve"),
-        Case("the very same tensors?", (_named(), 2), kind="names", call=_same_memory),
+        Case("the very same tensors?", (_named(), 2), kind="same", call=_same_memory),
     ]
 
 
@@ -119,17 +127,23 @@ def _run(self, ids, cache=None, layers=None, norm=True, position=None, scale=1.0
     return rms_norm(x, self.weights["model.norm.weight"], self.config.norm_eps) if norm else x
 
 
-@wrong("The final norm is missing: the head expects the stream normed with `model.norm.weight`.")
+@wrong(
+    "The final norm is missing: the head expects the stream normed with `model.norm.weight`.",
+    hints="ends",
+)
 def _no_norm(self, ids, cache=None):
     return _run(self, ids, cache, norm=False)
 
 
-@wrong("The last block is left out: go through all of self.layers.")
+@wrong("The last block is left out: go through all of self.layers.", hints="stack")
 def _one_short(self, ids, cache=None):
     return _run(self, ids, cache, layers=range(len(self.layers) - 1))
 
 
-@wrong("Each block reads the embedding. Its input is what the block before it has made.")
+@wrong(
+    "Each block reads the embedding. The input of a block is the output of the block before it.",
+    hints="stack",
+)
 def _not_a_chain(self, ids, cache=None):
     cos, sin = self._rope(0, ids.shape[1])
     start = x = F.embedding(ids, self.weights["model.embed_tokens.weight"])
@@ -138,7 +152,10 @@ def _not_a_chain(self, ids, cache=None):
     return rms_norm(x, self.weights["model.norm.weight"], self.config.norm_eps)
 
 
-@wrong("The first layer's weights run in every block: take each layer of self.layers once.")
+@wrong(
+    "The first layer's weights are used in every block: take each layer of self.layers once.",
+    hints="stack",
+)
 def _same_layer(self, ids, cache=None):
     cos, sin = self._rope(0, ids.shape[1])
     x = F.embedding(ids, self.weights["model.embed_tokens.weight"])
@@ -147,7 +164,7 @@ def _same_layer(self, ids, cache=None):
     return rms_norm(x, self.weights["model.norm.weight"], self.config.norm_eps)
 
 
-@wrong("The blocks run from the last to the first: layer 0 comes first.")
+@wrong("The blocks run from the last to the first: layer 0 comes first.", hints="stack")
 def _backwards(self, ids, cache=None):
     cos, sin = self._rope(0, ids.shape[1])
     x = F.embedding(ids, self.weights["model.embed_tokens.weight"])
@@ -157,13 +174,14 @@ def _backwards(self, ids, cache=None):
 
 
 @wrong(
-    "The embedding is multiplied by the root of the hidden size. Gemma does that; Llama does not."
+    "The embedding is multiplied by the root of the hidden size. Gemma does that; Llama does not.",
+    hints="ends",
 )
 def _scaled(self, ids, cache=None):
     return _run(self, ids, cache, scale=self.config.hidden_size**0.5)
 
 
-@wrong("The norm is applied behind every block. It stands once, behind the last.")
+@wrong("The norm is applied after every block. Apply it once, after the last block.", hints="stack")
 def _norms_everywhere(self, ids, cache=None):
     cos, sin = self._rope(0, ids.shape[1])
     x = F.embedding(ids, self.weights["model.embed_tokens.weight"])
@@ -174,54 +192,70 @@ def _norms_everywhere(self, ids, cache=None):
 
 
 @wrong(
-    "Positions start at 0 though the cache holds tokens already: the first new position is "
-    "cache.seq_len."
+    "The positions start at 0, but the cache holds tokens already: the first new position is "
+    "cache.seq_len.",
+    hints="cache",
 )
 def _from_zero(self, ids, cache=None):
     return _run(self, ids, cache, position=0)
 
 
-@wrong("The positions are one too high: the first token stands at position 0.")
+@wrong(
+    "The positions are one too high. The cache holds positions 0 to cache.seq_len - 1, so the "
+    "first new one is cache.seq_len.",
+    hints="cache",
+)
 def _off_by_one(self, ids, cache=None):
     return _run(self, ids, cache, position=1 + (0 if cache is None else cache.seq_len))
 
 
-@wrong("The cache is not handed on to the blocks.")
+@wrong("The cache is not passed on to the blocks: block(..., cache, index).", hints="cache")
 def _cache_dropped(self, ids, cache=None):
     return _run(self, ids, cache, handed=False)
+
+
+@wrong("Every block gets the number 0. Pass each block its own number as `index`.", hints="cache")
+def _index_forgotten(self, ids, cache=None):
+    start = 0 if cache is None else cache.seq_len
+    cos, sin = self._rope(start, start + ids.shape[1])
+    x = F.embedding(ids, self.weights["model.embed_tokens.weight"])
+    for layer in self.layers:
+        x = block(x, layer, cos, sin, self.config, cache)
+    return rms_norm(x, self.weights["model.norm.weight"], self.config.norm_eps)
+
+
+@wrong("The norm uses a fixed eps. Use the model's own: self.config.norm_eps.", hints="ends")
+def _own_eps(self, ids, cache=None):
+    return rms_norm(_run(self, ids, cache, norm=False), self.weights["model.norm.weight"], 1e-6)
 
 
 def _hidden(model, config, weights, ids):
     return model(config, weights).hidden(ids)
 
 
-class _Recorder:
-    """A cache of seven tokens that is asked and written to, and forgets all."""
+class _SevenTokens:
+    """A cache that holds seven random tokens in each layer and stores the layers that wrote."""
 
     def __init__(self) -> None:
-        self.seq_len, self.rows = 7, []
+        self.seq_len, self.layers = 7, []
 
     def append(self, layer, k, v):
-        self.rows.append(layer)
-        return k, v
+        self.layers.append(layer)
+        generator = torch.Generator().manual_seed(layer)
+        past = 2 * torch.randn(2, *k.shape[:2], self.seq_len, k.shape[3], generator=generator)
+        return torch.cat([past[0], k], dim=2), torch.cat([past[1], v], dim=2)
 
 
 def _hidden_with_a_cache(model, config, weights, ids):
-    cache, built, asked = _Recorder(), model(config, weights), []
-    rope = built._rope
-
-    def spy(start, stop):
-        asked.append((int(start), int(stop)))
-        return rope(start, stop)
-
-    built._rope = spy
-    out = built.hidden(ids, cache)
-    return {"positions": asked, "layers that wrote": cache.rows, "output": out}
+    cache = _SevenTokens()
+    out = model(config, weights).hidden(ids, cache)
+    return {"layers that called append": cache.layers, "output": out}
 
 
 def _hidden_cases() -> list[Case]:
     ids = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 5, 12]])
     loose, first = close(1e-4, 1e-4), replace(CONFIG, num_layers=1)
+    full = torch.arange(CONFIG.context)[None] % CONFIG.vocab_size
     return [
         Case("one block, one token", (first, random_weights(), ids[:1, :1]),
              kind="ends", compare=loose, call=_hidden),
@@ -229,6 +263,8 @@ def _hidden_cases() -> list[Case]:
              kind="stack", compare=loose, call=_hidden),
         Case("a cache that holds 7 tokens", (CONFIG, random_weights(), ids[:1]),
              kind="cache", compare=loose, call=_hidden_with_a_cache),
+        Case("a text that fills the context of 64", (first, random_weights(), full),
+             kind="ends", compare=loose, call=_hidden),
     ]  # fmt: skip
 
 
@@ -236,34 +272,38 @@ def _hidden_cases() -> list[Case]:
 
 
 @wrong(
-    "It uses the embedding. That is right for a tied head only; `lm_head.weight` is always there."
+    "It uses the embedding. That is right only for a tied head; `lm_head.weight` is always there.",
+    hints="name",
 )
 def _embedding(self, hidden):
     return F.linear(hidden, self.weights["model.embed_tokens.weight"])
 
 
-@wrong("These are probabilities. Logits are the scores before any softmax.")
+@wrong("It returns probabilities. Logits are the scores before any softmax.")
 def _probabilities(self, hidden):
     return F.linear(hidden, self.weights["lm_head.weight"]).softmax(-1)
 
 
-@wrong("It picks the best token already. The head gives all the scores; choosing comes on Day 9.")
+@wrong("It returns the best token. The head gives all scores; Day 9 chooses among them.")
 def _picked(self, hidden):
     return F.linear(hidden, self.weights["lm_head.weight"]).argmax(-1)
 
 
-@wrong("Only the last position comes out: the head works on whatever positions it is given.")
+@wrong(
+    "It returns the last position only. The head computes a row for every position it is given.",
+    hints="rows",
+)
 def _last_only(self, hidden):
     return F.linear(hidden[..., -1:, :], self.weights["lm_head.weight"])
 
 
-@wrong("The norm is applied a second time: `hidden` has done that.")
+@wrong("The norm is applied a second time: `hidden` has applied it.")
 def _normed_again(self, hidden):
     hidden = rms_norm(hidden, self.weights["model.norm.weight"], self.config.norm_eps)
     return F.linear(hidden, self.weights["lm_head.weight"])
 
 
-@wrong("The logits are scaled by the root of the hidden size. Nothing is scaled here.")
+@wrong("The logits are divided by the root of the hidden size. Nothing is scaled here.")
 def _scaled_logits(self, hidden):
     return F.linear(hidden, self.weights["lm_head.weight"]) / self.config.hidden_size**0.5
 
@@ -291,8 +331,8 @@ EXERCISES = (
         _layer_cases,
         hints={
             "names": (
-                "Print the names of one layer. What do they have in common, and what is left when "
-                "you cut it off?",
+                "Print the names of one layer. Which beginning do they share, and what is left "
+                "when you cut it off?",
                 "Keep the names that start with f'model.layers.{i}.', cut that part off, and leave "
                 "the tensor itself alone.",
                 "prefix = f'model.layers.{i}.', then {name.removeprefix(prefix): w for name, w in "
@@ -300,8 +340,21 @@ EXERCISES = (
             ),
             "twelve": (
                 "Which names begin with `model.layers.1`?",
-                "model.layers.10 and model.layers.11 do as well. What stands behind the number?",
+                "model.layers.10 and model.layers.11 do as well. Which character follows the "
+                "number?",
                 "The prefix ends with a dot: f'model.layers.{i}.'",
+            ),
+            "prefix": (
+                "Compare one of your names with the table above: which part should be gone, and "
+                "which part should still be there?",
+                "Everything after `model.layers.3.` stays, `.weight` and `.bias` included.",
+                "name.removeprefix(f'model.layers.{i}.')",
+            ),
+            "same": (
+                "Does your dictionary hold the tensors of `weights`, or new ones?",
+                "clone, contiguous and arithmetic make new tensors. Putting a tensor into a "
+                "dictionary does not.",
+                "{name.removeprefix(prefix): w for name, w in weights.items() if ...}: w itself",
             ),
         },
         target="nanoserve.model:_layer",
@@ -312,30 +365,31 @@ EXERCISES = (
         _hidden_cases,
         hints={
             "ends": (
-                "There is one block. What has to happen before it and after it?",
+                "There is one block here. Which step comes before it, and which comes after it?",
                 "Before: look up a row of the embedding for each id (F.embedding), and ask "
                 "self._rope for cos and sin. After: the final norm.",
                 'x = F.embedding(ids, self.weights["model.embed_tokens.weight"]), and at the end '
                 'rms_norm(x, self.weights["model.norm.weight"], self.config.norm_eps).',
             ),
             "stack": (
-                "One block is right and three are not: what does the second block get?",
-                "self.layers holds a dictionary for each block. The output of one is the input of "
-                "the next.",
+                "One block is right and three are not: what is the input of the second block?",
+                "self.layers holds a dictionary for each block. The output of a block is the input "
+                "of the next block.",
                 "for index, layer in enumerate(self.layers): "
                 "x = block(x, layer, cos, sin, self.config, cache, index)",
             ),
             "cache": (
-                "The cache holds seven tokens. At which position does the first new one stand?",
-                "start = 0 if cache is None else cache.seq_len; the positions run from there.",
-                "cos, sin = self._rope(start, start + ids.shape[1]), and hand cache and index to "
-                "every block.",
+                "The cache holds seven tokens. At which position does the first new token stand?",
+                "start = 0 if cache is None else cache.seq_len. Blocks need the cache and their "
+                "number.",
+                "cos, sin = self._rope(start, start + ids.shape[1]), and for every block "
+                "block(x, layer, cos, sin, self.config, cache, index).",
             ),
         },
         target="nanoserve.model:Model.hidden",
         wrong=(
             _no_norm, _one_short, _not_a_chain, _same_layer, _backwards, _scaled,
-            _norms_everywhere, _from_zero, _off_by_one, _cache_dropped,
+            _norms_everywhere, _from_zero, _off_by_one, _cache_dropped, _index_forgotten, _own_eps,
         ),
     ),
     Exercise(
@@ -343,10 +397,22 @@ EXERCISES = (
         _head_cases,
         hints={
             "head": (
-                "One matrix with a row for each token of the vocabulary. What is its name in the "
-                "weights?",
-                "A score is the product of the vector with one row, so all of them are one linear "
-                "layer without a bias.",
+                "The head is one matrix with a row for each token. What is done with its rows?",
+                "A score is the product of the vector with one row, so all scores are one linear "
+                "layer without a bias. Nothing comes before it and nothing after it.",
+                'F.linear(hidden, self.weights["lm_head.weight"])',
+            ),
+            "name": (
+                "Two names can hold this matrix: one is the embedding, one is the head. When are "
+                "they the same tensor?",
+                "Only when the head is tied. The loader of Day 2 fills the head's own name in "
+                "either case.",
+                'self.weights["lm_head.weight"]',
+            ),
+            "rows": (
+                "`hidden` is [..., hidden_size]. Which shape should come out?",
+                "[..., vocab_size]: the leading axes stay. Choosing the last position is the "
+                "caller's work.",
                 'F.linear(hidden, self.weights["lm_head.weight"])',
             ),
         },

@@ -21,65 +21,105 @@ ROWS = torch.tensor([[1.5, -0.5, 3.0, 0.25, -2.0], [-1.0, 4.0, 0.5, 3.5, 1.25]])
 HOLED = torch.tensor([0.5, -INF, 2.0, 1.0, -INF, -0.75, 0.0])
 
 
+REMOVED = (
+    "Look at what your function returns for a removed token and for a kept one.",
+    "A kept token keeps its logit, unchanged. A removed one gets a logit whose probability is 0.",
+    "logits.masked_fill(gone, -torch.inf), where gone is True for the tokens to remove",
+)
+
+
 # Temperature -------------------------------------------------------------------------------------
 
 
 def _probabilities(answer: Callable, logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """What is compared: the probabilities. A shift of all logits makes no difference to them."""
+    """The probabilities are compared: adding one number to all logits does not change them."""
     return answer(logits, temperature).softmax(dim=-1)
 
 
 @wrong(
-    "The logits are multiplied by the temperature. Divide: a low temperature spreads them apart."
+    "The logits are multiplied by the temperature. Divide: a low temperature spreads them apart.",
+    hints="divide",
 )
 def _multiplied(logits, temperature):
     return logits * temperature
 
 
 @wrong(
-    "The probabilities are divided, after softmax. What comes out is read as logits, and those are "
-    "nearly flat: divide the logits."
+    "The probabilities are divided, after softmax. The result is used as logits, and they are "
+    "nearly equal then: divide the logits.",
+    hints="divide",
 )
 def _after_softmax(logits, temperature):
     return logits.softmax(dim=-1) / temperature
 
 
-@wrong("This returns probabilities. Return logits: masks and softmax come after it.")
+@wrong("This returns probabilities. Return logits: masks and softmax come later.", hints="divide")
 def _softmaxed(logits, temperature):
     return (logits / temperature).softmax(dim=-1)
 
 
 @wrong(
-    "At a tiny temperature the quotient overflows to inf, and inf - inf is NaN. Subtract the "
-    "largest logit first: the best becomes 0, all others negative, and nothing overflows."
+    "At a tiny temperature the quotient overflows to inf, and softmax makes NaN of inf - inf. "
+    "Subtract the largest logit first: it becomes 0 and all others negative, so none becomes +inf.",
+    hints="tiny",
 )
 def _overflows(logits, temperature):
     return logits / temperature
 
 
 @wrong(
-    "The largest logit of the whole batch is subtracted. At a tiny temperature that sends other "
-    "rows to -inf altogether: each row has its own maximum."
+    "The largest logit of the whole batch is subtracted. At a tiny temperature every logit of the "
+    "other rows becomes -inf then: subtract each row's own maximum.",
+    hints="tiny",
 )
 def _one_maximum(logits, temperature):
     return (logits - logits.max()) / temperature
 
 
-@wrong("Logits are not probabilities: they are divided, not raised to the power 1 / temperature.")
+@wrong(
+    "The logits are raised to the power 1 / temperature. That is done to probabilities. Divide "
+    "logits by the temperature.",
+    hints="divide",
+)
 def _power(logits, temperature):
     return logits ** (1 / temperature)
 
 
 @wrong(
-    "The largest logit is clamped away: logits above 0 all count as 0 then. Subtract it instead."
+    "The logits are clamped at 0, so all that were above 0 are equal. Subtract the largest "
+    "instead.",
+    hints="tiny",
 )
 def _clamped(logits, temperature):
     return logits.clamp(max=0) / temperature
 
 
+@wrong(
+    "The temperature is replaced by a larger one (such as max(temperature, 1e-4)), or a small "
+    "number is added to it. Logits that are very close then get other probabilities. Keep the "
+    "temperature; subtract the largest logit first.",
+    hints="floor",
+)
+def _floor(logits, temperature):
+    return logits / max(temperature, 1e-4)
+
+
+@wrong(
+    "At a tiny temperature the largest logit is taken, as greedy does. At 1e-37, logits that are "
+    "1e-37 apart still share the probability: divide there too.",
+    hints="floor",
+)
+def _greedy_when_tiny(logits, temperature):
+    if temperature < 1e-6:
+        best = logits.argmax(dim=-1, keepdim=True)
+        return torch.full_like(logits, -INF).scatter(-1, best, 0.0)
+    return logits / temperature
+
+
 def _temperature_cases() -> list[Case]:
     near = {"compare": close(1e-6, 1e-5), "call": _probabilities}
     far = torch.tensor([[999.0, 1000.0, 990.0, 1000.0], [1.0, 3.0, 2.0, 0.0]])
+    close_by = torch.tensor([-1e-37, 0.0, -3e-37])
     return [
         Case("six logits at 0.5", (SIX, 0.5), kind="divide", **near),
         Case("six logits at 2", (SIX, 2.0), kind="divide", **near),
@@ -87,13 +127,14 @@ def _temperature_cases() -> list[Case]:
         Case("two rows, some logits -inf", (torch.stack([HOLED, HOLED.flip(0)]), 0.8),
              kind="divide", **near),
         Case("two rows at 1e-37, logits about 1,000 and 1", (far, 1e-37), kind="tiny", **near),
+        Case("logits -1e-37, 0 and -3e-37, at 1e-37", (close_by, 1e-37), kind="floor", **near),
     ]  # fmt: skip
 
 
 # Top-k -------------------------------------------------------------------------------------------
 
 
-@wrong("Ties with the last one kept are cut. They are as good as it is: keep all of them.")
+@wrong("Logits equal to the k-th best are removed. Keep all that tie with it.", hints="ties")
 def _k_cuts_ties(logits, top_k):
     if top_k == 0:
         return logits
@@ -101,7 +142,7 @@ def _k_cuts_ties(logits, top_k):
     return torch.full_like(logits, -INF).scatter(-1, best, logits.gather(-1, best))
 
 
-@wrong("The k-th best goes too: remove what is smaller than it, not what equals it.")
+@wrong("The k-th best is removed too. Remove only what is smaller.", hints="keep")
 def _k_strict(logits, top_k):
     if top_k == 0:
         return logits
@@ -109,32 +150,37 @@ def _k_strict(logits, top_k):
     return logits.masked_fill(logits <= last, -INF)
 
 
-@wrong("A k larger than the vocabulary fails in topk. It asks for nothing impossible: keep all.")
+@wrong("topk fails for a k larger than the vocabulary. Keep all logits there.", hints="edges")
 def _k_too_large(logits, top_k):
     if top_k == 0:
         return logits
     return logits.masked_fill(logits < logits.topk(top_k).values[..., -1:], -INF)
 
 
-@wrong("top_k=0 means that top-k is off, and all logits stay.")
+@wrong("top_k=0 means that top-k is off: keep all logits.", hints="edges")
 def _k_zero(logits, top_k):
     return mask_top_k(logits, max(top_k, 1))
 
 
-@wrong("What is removed is set to 0. That is a respectable logit: set it to -inf.")
+@wrong(
+    "Removed logits are set to 0, which is an ordinary logit. Set them to -inf.", hints="removed"
+)
 def _k_to_zero(logits, top_k):
     masked = mask_top_k(logits, top_k)
     return torch.where((masked == -INF) & (logits > -INF), 0.0, masked)
 
 
-@wrong("The k smallest are kept. topk gives the largest first; sort puts the smallest first.")
+@wrong(
+    "The k smallest are kept. topk gives the largest first; sort puts the smallest first.",
+    hints="keep",
+)
 def _k_smallest(logits, top_k):
     return -mask_top_k(-logits, top_k) if top_k == 0 else logits.masked_fill(
         logits > logits.topk(min(top_k, logits.shape[-1]), largest=False).values[..., -1:], -INF
     )  # fmt: skip
 
 
-@wrong("One threshold serves the whole batch. Each row has its own k-th best.")
+@wrong("All rows use one threshold. Each row has its own k-th best.", hints="rows")
 def _k_one_threshold(logits, top_k):
     if top_k == 0:
         return logits
@@ -182,14 +228,33 @@ def _first(keep: torch.Tensor) -> torch.Tensor:
 
 
 @wrong(
-    "The token that crosses the line is dropped, so what is left holds less than top_p. It stays: "
-    "look at the sum before a token, not at the sum with it."
+    "The token that reaches top_p is removed, so the rest holds less than top_p. That token stays: "
+    "compare the sum before a token, not the sum with it.",
+    hints="line",
 )
 def _p_drops_the_crossing(logits, top_p):
     return _top_p_by(logits, lambda p, with_it, without: _first(with_it <= top_p))
 
 
-@wrong("One token too many: the line was crossed before it already.")
+@wrong(
+    "`cumsum > top_p` is the sum with the token: it also removes the token that reaches top_p, and "
+    "where the best token alone reaches it, nothing is left. Compare the sum before each token.",
+    hints="line",
+)
+def _p_sum_with_it(logits, top_p):
+    return _top_p_by(logits, lambda p, with_it, without: with_it <= top_p)
+
+
+@wrong(
+    "At top_p = 1 tokens are removed: in float32 the sum reaches 1 long before the last token. "
+    "Return the logits unchanged at top_p = 1.",
+    hints="one",
+)
+def _p_rounded_at_one(logits, top_p):
+    return _top_p_by(logits, lambda p, with_it, without: _first(without < top_p))
+
+
+@wrong("One token too many is kept: the sum had reached top_p before it.", hints="line")
 def _p_one_more(logits, top_p):
     def keep(p, with_it, without):
         inside = without < top_p - 1e-6
@@ -199,36 +264,45 @@ def _p_one_more(logits, top_p):
 
 
 @wrong(
-    "When the sum before a token is top_p exactly, the goal is reached and the token must go: "
-    "keep while the sum before it is less than top_p."
+    "Where the sum before a token equals top_p, the token must go: keep a token while the sum "
+    "before it is less than top_p.",
+    hints="line",
 )
 def _p_at_the_line(logits, top_p):
     return _top_p_by(logits, lambda p, with_it, without: _first(without <= top_p))
 
 
 @wrong(
-    "The mask is in sorted order, the logits are not: it removes whatever stands at those places. "
-    "Bring it back with the ids that sort returned."
+    "The mask is in sorted order and the logits are in the order of the ids. Bring the mask back "
+    "with the ids that sort returned.",
+    hints="order",
 )
 def _p_not_sorted_back(logits, top_p):
+    if top_p == 1:
+        return logits
     probs = logits.sort(dim=-1, descending=True).values.softmax(dim=-1)
     keep = _first(probs.cumsum(dim=-1) - probs < top_p)
     return logits.masked_fill(~keep, -INF)
 
 
-@wrong("At top_p = 0 nothing is left to draw. The best token always stays.")
+@wrong("At top_p = 0 nothing is left to draw. The best token always stays.", hints="edges")
 def _p_empty(logits, top_p):
+    if top_p == 1:
+        return logits
     return _top_p_by(logits, lambda p, with_it, without: without < top_p)
 
 
-@wrong("What is removed is set to 0. That is a respectable logit: set it to -inf.")
+@wrong(
+    "Removed logits are set to 0, which is an ordinary logit. Set them to -inf.", hints="removed"
+)
 def _p_to_zero(logits, top_p):
     masked = mask_top_p(logits, top_p)
     return torch.where((masked == -INF) & (logits > -INF), 0.0, masked)
 
 
 @wrong(
-    "Here the improbable tokens are kept: the sum runs from the smallest up, and it keeps those."
+    "The improbable tokens are kept: the sum runs from the smallest up and keeps the small ones.",
+    hints="order",
 )
 def _p_keeps_the_tail(logits, top_p):
     ascending, ids = logits.sort(dim=-1)
@@ -236,7 +310,7 @@ def _p_keeps_the_tail(logits, top_p):
     return logits.masked_fill(~keep.scatter(-1, ids, keep), -INF)
 
 
-@wrong("Logits were added up. top_p is about probabilities: softmax first.")
+@wrong("Logits are added up. top_p is about probabilities: apply softmax first.", hints="line")
 def _p_without_softmax(logits, top_p):
     def keep(p, with_it, without):
         values = logits.sort(dim=-1, descending=True).values
@@ -246,8 +320,9 @@ def _p_without_softmax(logits, top_p):
 
 
 @wrong(
-    "All that tie with the last one stay, so equal tokens hold far more than top_p. Cut by place, "
-    "not by value."
+    "All tokens that tie with the last one stay, so they hold far more than top_p. Cut by place in "
+    "the sorted order, not by value.",
+    hints="ties",
 )
 def _p_by_value(logits, top_p):
     masked = mask_top_p(logits, top_p)
@@ -255,13 +330,21 @@ def _p_by_value(logits, top_p):
     return logits.masked_fill(logits < last, -INF)
 
 
-@wrong("This returns probabilities. A mask returns the logits, with -inf for what goes.")
+@wrong(
+    "This returns probabilities. A mask returns the logits, with -inf for removed tokens.",
+    hints="removed",
+)
 def _p_probabilities(logits, top_p):
     return mask_top_p(logits, top_p).softmax(dim=-1)
 
 
+def _removed(answer: Callable, logits: torch.Tensor, top_p: float) -> str:
+    return f"{int((answer(logits, top_p) == -INF).sum())} removed"
+
+
 def _top_p_cases() -> list[Case]:
     three = torch.tensor([0.41, 0.5, 0.09]).log()
+    long_tail = torch.linspace(0.0, -18.0, 3_000)  # in float32 the sum is 1 before its end
     return [
         Case("0.41, 0.5 and 0.09 at 0.9: which stay", (three, 0.9), kind="line", call=_kept),
         Case("six logits at 0.8", (SIX, 0.8), kind="order"),
@@ -271,6 +354,7 @@ def _top_p_cases() -> list[Case]:
         Case("eight equal tokens at 0.5: how many stay", (torch.zeros(8), 0.5), kind="line",
              call=_how_many),
         Case("top_p = 0 keeps the best", (SIX, 0.0), kind="edges"),
+        Case("top_p = 1 keeps all of 3,000 tokens", (long_tail, 1.0), kind="one", call=_removed),
     ]  # fmt: skip
 
 
@@ -283,42 +367,52 @@ def _min_p_by(logits, go: Callable, removed: float = -INF) -> torch.Tensor:
 
 
 @wrong(
-    "Each probability is compared with min_p itself. The bar is relative: min_p times the "
-    "probability of the best token."
+    "Each probability is compared with min_p itself. The bar is min_p times the probability of the "
+    "best token.",
+    hints="bar",
 )
 def _m_relative_to_one(logits, min_p):
     return _min_p_by(logits, lambda p, best: p < min_p)
 
 
 @wrong(
-    "What stands exactly at the bar is removed; at min_p = 1 that is the best token itself. "
-    "Remove what is below."
+    "A token exactly at the bar is removed; at min_p = 1 that is the best token itself. Remove "
+    "only what is below the bar.",
+    hints="edges",
 )
 def _m_strict(logits, min_p):
     return _min_p_by(logits, lambda p, best: p <= min_p * best)
 
 
-@wrong("min_p is subtracted from the best probability. It is a factor: min_p times the best.")
+@wrong(
+    "min_p is subtracted from the best probability. It is a factor: min_p times the best.",
+    hints="bar",
+)
 def _m_subtracted(logits, min_p):
     return _min_p_by(logits, lambda p, best: p < best - min_p)
 
 
-@wrong("Logits were compared. min_p is about probabilities: softmax first.")
+@wrong("Logits are compared. min_p is about probabilities: apply softmax first.", hints="bar")
 def _m_logits(logits, min_p):
     return logits.masked_fill(logits < min_p * logits.amax(dim=-1, keepdim=True), -INF)
 
 
-@wrong("One best token serves the whole batch. Each row has its own.")
+@wrong("All rows use one best token. Each row has its own.", hints="rows")
 def _m_one_best(logits, min_p):
     return _min_p_by(logits, lambda p, best: p < min_p * p.max())
 
 
-@wrong("What is removed is set to 0. That is a respectable logit: set it to -inf.")
+@wrong(
+    "Removed logits are set to 0, which is an ordinary logit. Set them to -inf.", hints="removed"
+)
 def _m_to_zero(logits, min_p):
     return _min_p_by(logits, lambda p, best: (p < min_p * best) & (p > 0), 0.0)
 
 
-@wrong("This returns probabilities. A mask returns the logits, with -inf for what goes.")
+@wrong(
+    "This returns probabilities. A mask returns the logits, with -inf for removed tokens.",
+    hints="removed",
+)
 def _m_probabilities(logits, min_p):
     return mask_min_p(logits, min_p).softmax(dim=-1)
 
@@ -342,22 +436,31 @@ EXERCISES = (
         _temperature_cases,
         hints={
             "divide": (
-                "Which way does it go? At 0.5 the best token should be further ahead of the rest "
-                "than before.",
+                "At a temperature of 0.5 the best token should be further ahead of the others than "
+                "before. Is it?",
                 "Divide every logit by the temperature, and return logits: softmax comes later.",
-                "logits / temperature is all of it, but for what happens at tiny temperatures.",
+                "logits / temperature is enough until the temperature is tiny.",
             ),
             "tiny": (
-                "What is 1,000 / 1e-37 in float32, whose largest number is about 3e38? And what "
-                "does softmax make of two such?",
+                "float32 ends at about 3e38. Compute 1,000 / 1e-37. What is softmax of two such "
+                "logits?",
                 "Softmax depends on differences only. So you may subtract one number from a whole "
                 "row first. Which number makes the largest quotient 0?",
                 "(logits - logits.amax(dim=-1, keepdim=True)) / temperature",
+            ),
+            "floor": (
+                "Print the temperature that your function really divides by. Is it the caller's?",
+                "Two logits that are one temperature apart differ by a factor of e in probability, "
+                "however small the temperature is. Keep the temperature and prevent the overflow "
+                "in another way.",
+                "(logits - logits.amax(dim=-1, keepdim=True)) / temperature, with no max, clamp or "
+                "epsilon",
             ),
         },
         target="nanoserve.sampling:apply_temperature",
         wrong=(
             _multiplied, _after_softmax, _softmaxed, _overflows, _one_maximum, _power, _clamped,
+            _floor, _greedy_when_tiny,
         ),
     ),
     Exercise(
@@ -365,20 +468,20 @@ EXERCISES = (
         _top_k_cases,
         hints={
             "keep": (
-                "Which logit is the last that may stay? Everything smaller goes.",
+                "Which is the smallest logit that may stay? Everything below it goes.",
                 "logits.topk(k).values has the k largest, best first; its last is the bar. "
                 "masked_fill writes -inf where a condition holds.",
                 "last = logits.topk(top_k).values[..., -1:]; "
                 "return logits.masked_fill(logits < last, -torch.inf)",
             ),
             "rows": (
-                "The logits may have several rows, and each is a distribution of its own.",
+                "The logits may have several rows, and each row is a distribution of its own.",
                 "topk works along the last axis. Keep that axis when you take the last of k, so "
                 "that each row is compared with its own bar.",
                 "values[..., -1:] has shape [2, 1] here; values[..., -1] would not line up.",
             ),
             "ties": (
-                "How many have the value 2? Is there a reason to prefer one of them?",
+                "How many logits have the value 2? Is there a reason to prefer one of them?",
                 "Remove what is smaller than the k-th best. What equals it stays.",
                 "logits < last, compared by value; do not keep by the indices of topk.",
             ),
@@ -388,6 +491,7 @@ EXERCISES = (
                 "refuse it.",
                 "if top_k == 0: return logits, and min(top_k, logits.shape[-1]) for topk.",
             ),
+            "removed": REMOVED,
         },
         target="nanoserve.sampling:mask_top_k",
         wrong=(
@@ -401,14 +505,26 @@ EXERCISES = (
         hints={
             "line": (
                 "Add up the probabilities, the best first: 0.5, then 0.91. At which token is 0.9 "
-                "reached, and does that one belong to what is kept?",
-                "A token stays if the sum of all that are better, without itself, is still less "
-                "than top_p. cumsum gives the sum with it; subtract its own share.",
+                "reached, and is that token kept?",
+                "A token stays if the sum of all better ones, without itself, is less than top_p. "
+                "cumsum gives the sum with the token; subtract the token's own probability.",
                 "keep = probs.cumsum(dim=-1) - probs < top_p, on probabilities sorted in "
                 "descending order.",
             ),
+            "ties": (
+                "Eight tokens hold an eighth each. How many of them are needed for a half?",
+                "Equal tokens have different places in the sorted order. Decide by the place.",
+                "Scatter the mask of the sorted order back; do not compare logits with the last "
+                "one that was kept.",
+            ),
+            "one": (
+                "Print the sum of the first 2,000 sorted probabilities of this case. What is it?",
+                "float32 has about 7 digits, so small probabilities no longer change a sum near 1. "
+                "The sum reaches 1 before the end.",
+                "if top_p == 1: return logits",
+            ),
             "order": (
-                "Sorting is needed to add up, but the answer has to be in the order of the ids.",
+                "You sort to add up, but the answer must be in the order of the ids.",
                 "sort returns two things: the values, and where each came from. scatter brings a "
                 "mask back: mask.scatter(-1, ids, mask).",
                 "descending, ids = logits.sort(dim=-1, descending=True); probs = "
@@ -421,11 +537,13 @@ EXERCISES = (
                 "exception for the best token.",
                 "In descending order the best stands first: gone[..., 0] = False.",
             ),
+            "removed": REMOVED,
         },
         target="nanoserve.sampling:mask_top_p",
         wrong=(
             _p_drops_the_crossing, _p_one_more, _p_at_the_line, _p_not_sorted_back, _p_empty,
             _p_to_zero, _p_keeps_the_tail, _p_without_softmax, _p_by_value, _p_probabilities,
+            _p_sum_with_it, _p_rounded_at_one,
         ),
     ),
     Exercise(
@@ -433,11 +551,11 @@ EXERCISES = (
         _min_p_cases,
         hints={
             "bar": (
-                "The bar hangs from the best token: at min_p = 0.2, a token may be a fifth as "
-                "probable as the best, and no less.",
+                "The bar depends on the best token: at min_p = 0.2, a token stays if it is at "
+                "least a fifth as probable as the best.",
                 "Softmax, then the largest probability, then compare each with min_p times that.",
-                "probs = logits.softmax(dim=-1), and probs < min_p * probs.amax(dim=-1, "
-                "keepdim=True) is what goes.",
+                "With probs = logits.softmax(dim=-1), remove where probs < min_p * "
+                "probs.amax(dim=-1, keepdim=True).",
             ),
             "rows": (
                 "Two rows, two best tokens.",
@@ -445,10 +563,11 @@ EXERCISES = (
                 "probs.amax(dim=-1, keepdim=True) has shape [2, 1] here.",
             ),
             "edges": (
-                "At min_p = 1 the bar is the best probability itself. Who reaches it?",
-                "What is below the bar goes. What stands exactly on it stays.",
+                "At min_p = 1 the bar is the best probability itself. Which tokens reach it?",
+                "A token below the bar goes. A token exactly at the bar stays.",
                 "Use <, not <=.",
             ),
+            "removed": REMOVED,
         },
         target="nanoserve.sampling:mask_min_p",
         wrong=(
@@ -460,7 +579,7 @@ EXERCISES = (
 
 
 def _sampling(logits: torch.Tensor, tokens: list[str]) -> widgets.FigureWidget:
-    """A real distribution and four sliders; tokens are the labels of its most probable ids."""
+    """A distribution of the model and four sliders; `tokens` label its most probable ids."""
     before = logits.softmax(dim=-1)
     ids = before.argsort(descending=True, stable=True)[: len(tokens)]
 

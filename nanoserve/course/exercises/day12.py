@@ -1,12 +1,14 @@
 """Day 12: stop strings that are held back until they can no longer match."""
 
+import re
+
 from nanoserve.course.exercise import Case, Exercise, wrong
 
 STOP = ("END",)
 
 
 class _Right:
-    """The right answer in small methods, for the wrong ones to change one at a time."""
+    """The right answer in small methods; each wrong answer changes one of them."""
 
     def __init__(self, stops):
         self.stops, self.held, self.found = stops, "", False
@@ -43,8 +45,9 @@ class _Right:
 
 
 @wrong(
-    "The beginning of a stop string is shown, and cannot be taken back when the rest comes. Hold "
-    "back every end of the text that begins a stop string."
+    "The beginning of a stop string is shown before the rest has come. Hold back every end of the "
+    "text that begins a stop string.",
+    hints="split",
 )
 class _Leaks(_Right):
     def keep(self, text):
@@ -60,15 +63,19 @@ class _Leaks(_Right):
         return piece if cut is None else piece[: max(0, cut - len(whole) + len(piece))]
 
 
-@wrong("Each piece is looked at alone: a stop string that is split over two is never seen.")
+@wrong(
+    "Each piece is searched alone, so a stop string that is split over two pieces is never found.",
+    hints="split",
+)
 class _EachAlone(_Right):
     def keep(self, text):
         return 0
 
 
 @wrong(
-    "All text is held back until the end. That never leaks, but nobody sees a word before the "
-    "model has finished."
+    "All text is held back until the end. That is safe, but a reader sees nothing before the model "
+    "has finished.",
+    hints="much",
 )
 class _HoldsAll(_Right):
     def keep(self, text):
@@ -76,8 +83,9 @@ class _HoldsAll(_Right):
 
 
 @wrong(
-    "The last characters are always held back, as many as a stop string is long, less one. Hold "
-    "only what begins a stop string: after a piece such as 'an oak' nothing does."
+    "A fixed number of characters is always held back: the length of a stop string, less one. Hold "
+    "only an end that begins a stop string; no end of 'an oak' does.",
+    hints="much",
 )
 class _HoldsFixed(_Right):
     def keep(self, text):
@@ -85,8 +93,9 @@ class _HoldsFixed(_Right):
 
 
 @wrong(
-    "The last characters are always held back, as many as the longest stop string has. Hold only "
-    "what begins a stop string: after a piece such as 'an oak' nothing does."
+    "A fixed number of characters is always held back: the length of the longest stop string. Hold "
+    "only an end that begins a stop string; no end of 'an oak' does.",
+    hints="much",
 )
 class _HoldsWhole(_Right):
     def keep(self, text):
@@ -95,7 +104,8 @@ class _HoldsWhole(_Right):
 
 @wrong(
     "A fixed number of characters is always held back, and with no stop strings `text[:-0]` is "
-    "empty. Hold only what begins a stop string."
+    "empty. Hold only an end that begins a stop string.",
+    hints="much",
 )
 class _HoldsSlice(_HoldsFixed.fn):
     def keep(self, text):
@@ -103,8 +113,9 @@ class _HoldsSlice(_HoldsFixed.fn):
 
 
 @wrong(
-    "Where two stop strings are in the text, the first of the list wins. The one that is complete "
-    "first should."
+    "Where two stop strings are in the text, it cuts at the first of the list. Cut at the one that "
+    "is complete first.",
+    hints="order",
 )
 class _ListOrder(_Right):
     def cut(self, text):
@@ -112,8 +123,9 @@ class _ListOrder(_Right):
 
 
 @wrong(
-    "The stop string that begins first wins. When text comes letter by letter, another that ends "
-    "earlier is seen first: take the one that is complete first, so that pieces do not matter."
+    "It cuts at the stop string that begins first. Letter by letter, another one that ends earlier "
+    "would be complete before it: cut at the one that is complete first.",
+    hints="order",
 )
 class _EarliestStart(_Right):
     def cut(self, text):
@@ -121,8 +133,9 @@ class _EarliestStart(_Right):
 
 
 @wrong(
-    "Of two stop strings that end at the same place, the shorter one wins, and the beginning of "
-    "the longer is shown. The one that begins first should win."
+    "Of two stop strings that end at the same place, it takes the shorter and shows the beginning "
+    "of the longer. Take the longer: it begins first.",
+    hints="order",
 )
 class _ShorterWins(_Right):
     def cut(self, text):
@@ -130,29 +143,35 @@ class _ShorterWins(_Right):
         return -min(found)[1] if found else None
 
 
-@wrong("Text that stands before the stop string in the same piece is lost.")
+@wrong(
+    "Text before the stop string, in the same piece, is lost. Return it: it belongs to the answer.",
+    hints="cut",
+)
 class _DropsBefore(_Right):
     def cut(self, text):
         return None if super().cut(text) is None else 0
 
 
 @wrong(
-    "What was held when the text ended is lost. It never became a stop string, so `finish` must "
-    "give it back."
+    "The held text is lost at the end. It never became a stop string, so `finish` must return it.",
+    hints="finish",
 )
 class _FinishLoses(_Right):
     def finish(self):
         return ""
 
 
-@wrong("The stop string itself is shown. Cut the text where it begins.")
+@wrong("The stop string itself is shown. Cut the text where it begins.", hints="cut")
 class _StopShown(_Right):
     def cut(self, text):
         found = [text.find(s) + len(s) for s in self.stops if s in text]
         return min(found, default=None)
 
 
-@wrong("It goes on after the stop string. Once `found` is True, nothing more may be shown.")
+@wrong(
+    "It shows text after the stop string. Once `found` is True, `add` must return an empty string.",
+    hints="cut",
+)
 class _GoesOn(_Right):
     def add(self, piece):
         found, self.found = self.found, False
@@ -162,8 +181,9 @@ class _GoesOn(_Right):
 
 
 @wrong(
-    "When the held text and the new piece do not go on as a stop string, all of it is shown. A "
-    "shorter end may still begin one: 'aaa' cannot be 'aab', but its last two letters can."
+    "When the held text and the new piece do not continue a stop string, all of it is shown. A "
+    "shorter end may still begin one: 'aaa' does not begin 'aab', but its last two letters do.",
+    hints="release",
 )
 class _StartsOver(_Right):
     def keep(self, text):
@@ -172,7 +192,7 @@ class _StartsOver(_Right):
         return super().keep(text)
 
 
-@wrong("`found` stays False, so nobody learns that the text has been stopped.")
+@wrong("`found` stays False. Set it to True when a stop string is complete.", hints="found")
 class _NeverTells(_Right):
     def __init__(self, stops):
         super().__init__(stops)
@@ -187,8 +207,9 @@ class _NeverTells(_Right):
 
 
 @wrong(
-    "What was held is not thrown away when the stop string has come, and `finish` gives back its "
-    "beginning."
+    "The held text is kept when the stop string is complete, and `finish` returns its beginning. "
+    "Empty it there.",
+    hints="finish",
 )
 class _HeldStays(_Right):
     def add(self, piece):
@@ -202,15 +223,19 @@ class _HeldStays(_Right):
         return self.held
 
 
-@wrong("Only the first stop string is waited for; the beginnings of the others are shown.")
+@wrong(
+    "Only beginnings of the first stop string are held. Compare with every stop string.",
+    hints="split",
+)
 class _FirstOnly(_Right):
     def begins(self, end):
         return self.stops[0].startswith(end)
 
 
 @wrong(
-    "Only a last character that begins a stop string is held. Two or more characters may begin "
-    "one as well: try the longest end first."
+    "At most one character is held. Two or more characters may begin a stop string as well: try "
+    "the longest end first.",
+    hints="longest",
 )
 class _OneCharacter(_Right):
     def keep(self, text):
@@ -219,7 +244,8 @@ class _OneCharacter(_Right):
 
 @wrong(
     "The shortest end that fits is held, and the beginning of a longer one is shown. Try the "
-    "longest end first."
+    "longest end first.",
+    hints="longest",
 )
 class _ShortestEnd(_Right):
     def keep(self, text):
@@ -228,11 +254,61 @@ class _ShortestEnd(_Right):
         return next((n for n in lengths if self.begins(text[-n:])), 0)
 
 
-def _shown(answer: type, stops: tuple[str, ...], pieces: list[str]) -> tuple[list[str], bool]:
-    """What each piece let through and what the end did, and whether a stop string was found."""
+@wrong(
+    "The stop strings are used as regular expressions, where `.` stands for any character. Search "
+    "for the plain text, with `in` and `find`.",
+    hints="plain",
+)
+class _Pattern(_Right):
+    def cut(self, text):
+        found = [m for m in (re.search(s, text) for s in self.stops) if m]
+        return min(found, key=lambda m: m.end()).start() if found else None
+
+
+@wrong("Upper and lower case are taken for the same. Compare the text as it is.", hints="plain")
+class _AnyCase(_Right):
+    def cut(self, text):
+        stops = [s.lower() for s in self.stops]
+        found = [(text.lower().find(s) + len(s), text.lower().find(s)) for s in stops]
+        found = [pair for s, pair in zip(stops, found, strict=True) if s in text.lower()]
+        return min(found)[1] if found else None
+
+
+@wrong(
+    "`found` becomes True one call too late. Set it in the call in which the stop string becomes "
+    "complete: the engine reads it right after `add`.",
+    hints="found",
+)
+class _TellsLate(_Right):
+    def __init__(self, stops):
+        super().__init__(stops)
+        self.ended = False
+
+    def add(self, piece):
+        if self.ended:
+            self.found = True
+            return ""
+        text = super().add(piece)
+        self.ended, self.found = self.found, False
+        return text
+
+    def finish(self):
+        self.found = self.found or self.ended
+        return super().finish()
+
+
+def _shown(answer: type, stops: tuple[str, ...], pieces: list[str]) -> tuple[list[str], str]:
+    """What each piece let through, and what `finish` returned; and when `found` became True."""
     stop = answer(stops)
-    shown = [stop.add(piece) for piece in pieces]
-    return [*shown, stop.finish()], stop.found
+    shown, told = [], "not found"
+    for number, piece in enumerate(pieces, 1):
+        shown.append(stop.add(piece))
+        if stop.found and told == "not found":
+            told = f"found in piece {number}"
+    shown.append(stop.finish())
+    if stop.found and told == "not found":
+        told = "found in finish"
+    return shown, told
 
 
 def _cases() -> list[Case]:
@@ -240,7 +316,7 @@ def _cases() -> list[Case]:
         return Case(what, (stops, list(pieces)), kind=kind, call=_shown)
 
     return [
-        case("no stop strings", "cut", (), "Hello", "", " world"),
+        case("no stop strings", "none", (), "Hello", "", " world"),
         case("END inside one piece", "cut", STOP, "All done. END of it"),
         case("END, and then more text", "cut", STOP, "Well. ", "END", " more"),
         case("END over three pieces", "split", STOP, "All done", ". E", "N", "D of", " it"),
@@ -252,6 +328,7 @@ def _cases() -> list[Case]:
         case("bc inside abcd, at once", "order", ("abcd", "bc"), "xabcd"),
         case("bc inside abcd, by letters", "order", ("abcd", "bc"), *"xabcd"),
         case("b and ab end together", "order", ("b", "ab"), "xab"),
+        case("a dot is a dot: x.z", "plain", ("x.z",), "xyz ", "X.Z ", "x.z."),
     ]
 
 
@@ -262,35 +339,63 @@ EXERCISES = (
         hints={
             "cut": (
                 "Put what is held and the new piece together. Is one of the stop strings in it?",
-                "If so: found becomes True, what stands before the stop string may be shown, and "
-                "everything after it is dropped, now and in later calls.",
+                "If so: set found to True, return the text before the stop string, and drop "
+                "everything after it, now and in later calls.",
                 'if self.found: return "". Then text = self._held + piece; where a stop is in '
                 "text: self.found, self._held = True, '' and return text[: text.find(stop)]",
             ),
             "split": (
-                "After '. E' the piece could be going on to END. Which part of it can be shown?",
+                "The text '. E' could continue to END. Which part of it can be shown?",
                 "Find the longest end of the text that is the beginning of a stop string. Hold "
                 "that, show the rest, and put the held part before the next piece.",
                 "for n from min(longest stop - 1, len(text)) down to 1: if any stop.startswith("
                 "text[-n:]), hold the last n characters and show text[: len(text) - n]",
             ),
             "release": (
-                "'EN' was held and 'T' comes. Can 'ENT' still become END? What about its ends?",
-                "Decide anew each time, on held + piece together: the longest end that begins a "
-                "stop string is held, and all before it is shown.",
-                "Nothing special is needed: text = self._held + piece, then the same search for "
-                "the longest end. From 'aaa' with stop 'aab' it holds 'aa' and shows 'a'.",
+                "'EN' was held and 'T' comes. Can 'ENT' still become END? Can one of its ends?",
+                "Decide again in each call, on held + piece together: hold the longest end that "
+                "begins a stop string, and show the rest.",
+                "No extra rule is needed: text = self._held + piece, then the same search for the "
+                "longest end. From 'aaa' with stop 'aab' it holds 'aa' and shows 'a'.",
+            ),
+            "longest": (
+                "Which ends of the text begin a stop string? Write all of them down.",
+                "If you hold a short end, the beginning of a longer one is already shown. Try the "
+                "lengths from the longest to 1.",
+                "for n in range(min(longest, len(text)), 0, -1): if any(stop.startswith(text[-n:]) "
+                "for stop in stops), hold n characters",
+            ),
+            "much": (
+                "Which characters at the end of 'an oak' could begin END? How many do you hold?",
+                "Hold an end only if some stop string starts with it. Usually that is nothing.",
+                "keep = 0 unless any(stop.startswith(text[-n:]) for stop in stops) for some n",
+            ),
+            "none": (
+                "With no stop strings, what should be held back?",
+                "Nothing. Two traps: max() of an empty list raises, and text[:-0] is empty.",
+                "max(..., default=0), and text[: len(text) - keep] instead of text[:-keep]",
+            ),
+            "found": (
+                "The engine looks at `found` after every call of add. When must it be True?",
+                "From the call on in which the stop string becomes complete.",
+                "self.found = True, right before you return the text in front of the stop string",
+            ),
+            "plain": (
+                "Is 'xyz' the text 'x.z'? Is 'X.Z'?",
+                "A stop string is plain text: every character stands for itself.",
+                "stop in text, text.find(stop) and stop.startswith(...)",
             ),
             "finish": (
-                "No more text will come. What about the part that is still held?",
-                "It never became a stop string, so it is text like any other.",
+                "No more text will come. What should happen to the part that is still held?",
+                "If no stop string was found, the held part is text like any other. If one was "
+                "found, nothing is held.",
                 "def finish(self): text, self._held = self._held, ''; return text",
             ),
             "order": (
-                "Several stop strings are in the text. Which would be seen first, if the text came "
-                "letter by letter?",
-                "The one that is complete first, that is, whose last letter comes first. If two "
-                "end together, the longer one, which begins first.",
+                "Several stop strings are in the text. If the text came letter by letter, which "
+                "one would be complete first?",
+                "The one whose last letter comes first. If two end together, the longer one, which "
+                "begins first.",
                 "found = [(text.find(s) + len(s), text.find(s)) for s in stops if s in text]; cut "
                 "at min(found)[1]",
             ),
@@ -300,6 +405,7 @@ EXERCISES = (
             _Leaks, _EachAlone, _HoldsAll, _HoldsFixed, _HoldsWhole, _HoldsSlice, _ListOrder,
             _EarliestStart, _ShorterWins, _DropsBefore, _FinishLoses, _StopShown, _GoesOn,
             _StartsOver, _NeverTells, _HeldStays, _FirstOnly, _OneCharacter, _ShortestEnd,
+            _Pattern, _AnyCase, _TellsLate,
         ),
     ),
 )  # fmt: skip
