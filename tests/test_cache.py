@@ -337,6 +337,29 @@ def test_what_is_released_is_poisoned_and_its_neighbours_are_not():
     assert torch.equal(pool.k[:, second.slot_mapping], kept)
 
 
+@pytest.mark.parametrize("way", ["table", "allocator"])
+def test_a_pool_with_poison_takes_no_block_back_with_its_content(way):
+    """So that nothing goes past release: a later stale read would go unnoticed."""
+    pool = small_pool()
+    cache = PagedKVCache(pool)
+    step(cache, *both_layers(6, seed=1))
+    blocks, last = list(cache.table.blocks), cache.table.blocks[-1]
+    with pytest.raises(ValueError, match=f"block {last} is not poisoned: give it back by release"):
+        cache.table.free() if way == "table" else pool.allocator.free(last)
+    assert (cache.table.blocks, pool.allocator.num_free) == (blocks, 4)
+    cache.free()
+    assert pool.allocator.num_free == 6
+    for block in (0, 6, -1, "0"):  # what the allocator itself refuses
+        with pytest.raises(ValueError, match=r"is free already|is none of the pool's"):
+            pool.allocator.free(block)
+
+
+def test_a_block_that_was_never_written_may_be_given_back_in_any_way():
+    pool = small_pool()
+    pool.allocator.free(pool.allocator.allocate())
+    assert pool.allocator.num_free == 6
+
+
 def test_without_poison_a_release_writes_nothing():
     pool = small_pool(poison=False)
     cache = PagedKVCache(pool)

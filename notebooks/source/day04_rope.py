@@ -221,7 +221,7 @@ today.check(rotate_half)
 # %% jupyter={"source_hidden": true}
 # lands in nanoserve/layers.py: rotate_half, apply_rope
 def rotate_half(x: torch.Tensor) -> torch.Tensor:
-    """Turn each pair (i, i + head_dim / 2) of the last axis by 90 degrees: (a, b) -> (-b, a)."""
+    """Rotate each pair (i, i + head_dim / 2) of the last axis by 90 degrees: (a, b) -> (-b, a)."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat([-second, first], dim=-1)
 
@@ -284,13 +284,13 @@ today.check(rope_frequencies)
 # %% jupyter={"source_hidden": true}
 # lands in nanoserve/layers.py: rope_frequencies, rope_tables
 def rope_frequencies(config: ModelConfig) -> torch.Tensor:
-    """The angle per position of each rotated pair, in radians: float32 [head_dim / 2].
+    """The angle per position that the model uses: float32 [head_dim / 2].
 
-    theta ** (-2i / head_dim) (Su et al. 2021, section 3.2); with Llama 3's scaling, waves longer
-    than the original context are slowed by `factor`, short ones kept, those between blended.
+    Without scaling, the plain frequencies. With Llama 3's scaling, pairs that turn often within the
+    original context keep their frequency, for pairs that hardly turn it is divided by `factor`, and
+    between the two it is blended.
     """
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-    frequencies = 1.0 / config.rope_theta**exponents
+    frequencies = plain_frequencies(config)
     scaling = config.rope_scaling
     if scaling is None:
         return frequencies
@@ -301,11 +301,13 @@ def rope_frequencies(config: ModelConfig) -> torch.Tensor:
 
 
 def rope_tables(config: ModelConfig, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin of position times frequency: float32 [length, head_dim], whatever the model's
-    dtype. In bfloat16, position 15,962 would be rounded to 15,936."""
+    """cos and sin of position times frequency: float32 [length, head_dim] for every model dtype.
+
+    bfloat16 would round positions: 15,962 to 15,936.
+    """
     positions = torch.arange(length, dtype=torch.float32)
     angles = torch.outer(positions, rope_frequencies(config))  # [length, head_dim / 2]
-    angles = torch.cat([angles, angles], dim=-1)  # both members of a pair turn alike
+    angles = torch.cat([angles, angles], dim=-1)  # both members of a pair turn by the same angle
     return angles.cos(), angles.sin()
 
 

@@ -175,7 +175,7 @@ def swiglu(
 
     x [..., hidden]; gate, up [intermediate, hidden]; down [hidden, intermediate] -> [..., hidden].
     """
-    h = F.silu(linear(x, gate), inplace=True)  # in place: nobody else holds this tensor
+    h = F.silu(linear(x, gate), inplace=True)  # in place: nothing else refers to this tensor
     return linear(h.mul_(linear(x, up)), down)
 
 

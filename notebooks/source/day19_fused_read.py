@@ -156,12 +156,12 @@ def gqa_attention(
     """Grouped-query attention (Ainslie et al. 2023): n_q query heads share n_kv keys and values.
 
     x [batch, seq, hidden], cos and sin [seq, head_dim] of x's positions -> [batch, seq, hidden].
-    A cache takes this step's keys and values as layer `index`'s; then it gives back the whole
-    history, or attends itself where it can.
+    The cache stores this step's keys and values as those of layer `index`. Then the cache's own
+    paged_attention attends, where the cache has one, and else sdpa over all K and V it returns.
     """
     heads = _heads(_qkv(x, layer), config.n_q + 2 * config.n_kv)  # of q, then of k, then of v
     qk, v = heads.split([config.n_q + config.n_kv, config.n_kv], dim=1)
-    if config.qk_norm:  # Qwen3: each head's query and key are normalised before they turn
+    if config.qk_norm:  # Qwen3: normalise each head's query and key before RoPE
         q, k = qk.split([config.n_q, config.n_kv], dim=1)
         q = rms_norm(q, layer["self_attn.q_norm.weight"], config.norm_eps)
         k = rms_norm(k, layer["self_attn.k_norm.weight"], config.norm_eps)
@@ -169,7 +169,7 @@ def gqa_attention(
     q, k = apply_rope(qk, cos, sin).split([config.n_q, config.n_kv], dim=1)
     if cache is None:
         out = sdpa(q, k, v)
-    elif hasattr(cache, "paged_attention"):  # a cache that reads its own memory
+    elif hasattr(cache, "paged_attention"):  # the cache attends over its own memory
         out = cache.paged_attention(index, k, v, q, config.n_rep)
     else:
         out = sdpa(q, *cache.append(index, k, v))
