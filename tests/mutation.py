@@ -34,7 +34,10 @@ DENIED = (ast.LtE, ast.NotEq, ast.IsNot, ast.NotIn)
 FIXED = (
     ast.FunctionDef, ast.Return, ast.Break, ast.Continue, ast.Pass, ast.Import, ast.ImportFrom,
 )  # fmt: skip
-COMMUTATIVE = {"max", "min", "maximum", "minimum", "equal", "allclose", "logical_and", "logical_or"}
+COMMUTATIVE = {
+    "max", "min", "maximum", "minimum", "equal", "allclose", "logical_and", "logical_or",
+    "transpose", "promote_types",
+}  # fmt: skip
 AXES = {"dim", "axis", "dims"}
 AXIS_METHODS = {
     "transpose", "unsqueeze", "squeeze", "sum", "mean", "softmax", "log_softmax", "max", "min",
@@ -101,6 +104,8 @@ def _statements(tree: ast.AST) -> Iterator[tuple[list, int, ast.stmt]]:
 
 
 def _mutate_statement(block: list, index: int, statement: ast.stmt, note: Callable) -> None:
+    if isinstance(statement, ast.Assign) and hasattr(statement, "unmutated"):
+        return
     before = list(block)
     if not isinstance(
         statement, ast.Pass | ast.Import | ast.ImportFrom | ast.Global | ast.Nonlocal
@@ -152,9 +157,11 @@ def _depend(one: ast.stmt, other: ast.stmt) -> bool:
         return False
     stored, loaded = _touched(one)
     stored_2, loaded_2 = _touched(other)
-    return bool(stored & (loaded_2 | stored_2) or stored_2 & loaded) or (
-        _has_effect(one) and _has_effect(other)
-    )
+    if stored & (loaded_2 | stored_2) or stored_2 & loaded:
+        return True
+    if isinstance(one, ast.Assign) and isinstance(other, ast.Assign):
+        return False  # two places
+    return _has_effect(one) and _has_effect(other)
 
 
 def _touched(statement: ast.stmt) -> tuple[set[str], set[str]]:
@@ -162,6 +169,8 @@ def _touched(statement: ast.stmt) -> tuple[set[str], set[str]]:
     for node in ast.walk(statement):
         if isinstance(node, ast.Name):
             (loaded if isinstance(node.ctx, ast.Load) else stored).add(node.id)
+        elif isinstance(node, ast.Attribute):
+            (loaded if isinstance(node.ctx, ast.Load) else stored).add(ast.unparse(node))
     if isinstance(statement, ast.AugAssign) and isinstance(statement.target, ast.Name):
         loaded.add(statement.target.id)
     return stored, loaded
@@ -457,6 +466,20 @@ def _strip_docstrings(tree: ast.AST) -> None:
             if field in UNMUTATED:
                 for part in value if isinstance(value, list) else [value]:
                     _mark(part)
+    _mark_reasons(tree)
+
+
+def _mark_reasons(tree: ast.AST) -> None:
+    """Mark assignments to names that nothing but an error's message uses."""
+    names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
+    assigned = [node for node in ast.walk(tree) if isinstance(node, ast.Assign)]
+    for _ in assigned:  # a reason may be made of other reasons
+        free = {n.id for n in names if isinstance(n.ctx, ast.Load) and not hasattr(n, "unmutated")}
+        for node in assigned:
+            targets = node.targets
+            if all(isinstance(x, ast.Name) and x.id not in free for x in targets):
+                _mark(node.value)
+                node.unmutated = True
 
 
 def _mark(node: ast.AST | None) -> None:
@@ -518,6 +541,8 @@ class _Canonical(ast.NodeTransformer):
         if isinstance(op, ast.Gt | ast.GtE):
             op = ast.Lt() if isinstance(op, ast.Gt) else ast.LtE()
             return ast.Compare(right, [op], [left])
+        if isinstance(op, ast.In | ast.NotIn) and isinstance(right, ast.Tuple | ast.List | ast.Set):
+            right = ast.Tuple(sorted(right.elts, key=ast.unparse), ast.Load())
         if isinstance(op, ast.Eq | ast.NotEq):
             left, right = sorted((left, right), key=ast.unparse)
         return ast.Compare(left, [op], [right])
@@ -566,14 +591,14 @@ def _terms(node: ast.AST, op: type) -> list[ast.AST]:
 
 
 def _numeric(node: ast.AST) -> bool:
-    """Surely a number or a tensor, for which + may be turned round."""
+    """Very likely a number or a tensor, for which + may be turned round."""
     match node:
         case ast.Constant(value=value):
             return isinstance(value, int | float)
         case ast.BinOp(op=op):
             return isinstance(op, ast.Mult | ast.Sub | ast.Div | ast.FloorDiv | ast.Pow | ast.Mod)
-        case ast.Name(id=name):
-            return name.endswith("_ptr")
+        case ast.Name():
+            return True
         case ast.Subscript(slice=ast.Tuple(elts=elements)):
             return any(_is_constant(x, None) for x in elements)
         case ast.Call(func=ast.Attribute(attr=attr)):

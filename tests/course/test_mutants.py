@@ -92,6 +92,8 @@ def test_an_operator_changes_statements(operator, body, old, new):
 
 def test_statements_that_do_not_depend_on_each_other_keep_their_order():
     assert not changes(toy("c = f(a)\nd = f(b)\nreturn c, d"), "swapped statements")
+    assert not changes(toy("a.x = 1\na.y = b"), "swapped statements")
+    assert changes(toy("a.x = b\nc = a.x\nreturn c"), "swapped statements")
 
 
 def test_docstrings_annotations_and_messages_are_left_alone():
@@ -109,6 +111,18 @@ def test_docstrings_annotations_and_messages_are_left_alone():
 def test_a_swap_without_a_meaning_is_no_mutant():
     for same in ("return a * b", "return a == b", "return max(a, b)", "return 3 + a * b"):
         assert not changes(toy(same), "swapped names"), same
+
+
+def test_what_only_a_message_uses_is_left_alone():
+    body = """
+    if a < 0:
+        known = a in (b, 3)
+        reason = 1 if known else 2
+        raise ValueError(reason)
+    return b
+    """
+    news = {mutant.new for mutant in mutants_of(toy(body))}
+    assert not any("reason =" in new or "known =" in new for new in news)
 
 
 def test_no_two_mutants_are_alike():
