@@ -52,7 +52,7 @@ today.picture("gather-against-fused")
 # histories cannot wait there; short ones may.) And **compare to the last bit**: two paths that do the same sum have no excuse to differ.
 
 # %%
-today.glossary("baseline", "sweep", "memory traffic", "roof", "bandwidth", "interleaved")
+today.glossary("baseline", "sweep", "memory traffic", "peak bandwidth", "bandwidth", "interleaved")
 
 # %% [markdown]
 # ## What has to move
