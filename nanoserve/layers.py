@@ -25,14 +25,22 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return h.to(x.dtype).mul_(weight)
 
 
-def rope_frequencies(config: ModelConfig) -> torch.Tensor:
+def plain_frequencies(config: ModelConfig) -> torch.Tensor:
     """The angle per position of each rotated pair, in radians: float32 [head_dim / 2].
 
-    theta ** (-2i / head_dim) (Su et al. 2021, section 3.2); with Llama 3's scaling, waves longer
-    than the original context are slowed by `factor`, short ones kept, those between blended.
+    theta ** (-2i / head_dim) (Su et al. 2021, section 3.2); `config.rope_scaling` is not applied.
     """
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-    frequencies = 1.0 / config.rope_theta**exponents
+    return 1.0 / config.rope_theta**exponents
+
+
+def rope_frequencies(config: ModelConfig) -> torch.Tensor:
+    """The angle per position that the model uses: float32 [head_dim / 2].
+
+    The plain frequencies, or with Llama 3's scaling: pairs that turn often within the original
+    context keep theirs, pairs that hardly turn are slowed by `factor`, those between are blended.
+    """
+    frequencies = plain_frequencies(config)
     scaling = config.rope_scaling
     if scaling is None:
         return frequencies

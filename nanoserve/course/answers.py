@@ -3,27 +3,51 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
+from typing import Any
 
 from nanoserve.course import check as checking
 from nanoserve.course.exercise import CourseError, Exercise, locate
 from nanoserve.course.guard import Outcome, guarded, message_of
-from nanoserve.course.source import CannotSave, module_source
+from nanoserve.course.source import CannotSave, bare, module_source
 from nanoserve.course.store import Progress, work_dir, write_atomically, writing
+from nanoserve.kernels.tlsim.launch import Kernel
 
 
 @dataclass
 class Answer:
-    """A saved answer: the loaded definition, or the reason why it could not be loaded."""
+    """A saved answer: the loaded definition, or the reason why it could not be loaded.
+
+    `calls` counts how often the engine called it: the function, the methods of the class, or the
+    launches of the kernel.
+    """
 
     day: int
     exercise: Exercise
     definition: Callable | None
     trouble: str = ""
+    calls: int = 0
+
+    def count(self) -> None:
+        self.calls += 1
+
+    @property
+    def told(self) -> str:
+        """How often it was called, as a sentence."""
+        name = f"{self.exercise.name} (Day {self.day})"
+        if not self.calls:
+            return f"Your {name} was not called."
+        times = "once" if self.calls == 1 else f"{self.calls:,} times"
+        path = (self.exercise.target or "").partition(":")[2]
+        if isinstance(self.definition, type) and "." not in path:
+            return f"Methods of your {name} were called {times}."
+        launched = self.exercise.target and _is_kernel(locate(self.exercise.target)[2])
+        return f"Your {name} was {'launched' if launched else 'called'} {times}."
 
 
 def keep(day: int, exercise: Exercise, answer: Callable) -> str:
@@ -38,6 +62,8 @@ def keep(day: int, exercise: Exercise, answer: Callable) -> str:
         trouble = _save(day, exercise, answer)
     except CourseError as error:
         trouble = str(error)
+    except Exception as error:  # whatever hinders saving, the answer has passed
+        trouble = f"{type(error).__name__}: {message_of(error)}"
     if trouble:
         told = f"Passed, but not saved: {trouble}."
     elif exercise.target is None:
@@ -64,26 +90,90 @@ def saved_answers(day: int, exercises: tuple[Exercise, ...]) -> list[Answer]:
 
 @contextlib.contextmanager
 def installed(answers: list[Answer]) -> Iterator[None]:
-    """Put each answer in the place of its target, wherever the engine holds it, until the end."""
-    undo: list[tuple[object, str, object]] = []
+    """Put each answer in the place of its target, wherever the engine holds it, until the end.
+
+    Each answer counts its calls meanwhile.
+    """
+    undo: list[tuple[Any, str, Any]] = []
+
+    def put(place: Any, name: str, value: Any) -> None:
+        undo.append((place, name, vars(place).get(name, _ABSENT)))
+        setattr(place, name, value)
+
     try:
         for answer in answers:
             if answer.definition is None or answer.exercise.target is None:
                 continue
             holder, attribute, original = locate(answer.exercise.target)
             if isinstance(holder, type):
-                replacement = vars(answer.definition).get(attribute, answer.definition)
-                places = [(holder, attribute, vars(holder).get(attribute, original))]
+                member = vars(answer.definition).get(attribute, answer.definition)
+                put(holder, attribute, _counting(member, answer.count))
+                continue
+            kernel, replacement = _is_kernel(original), answer.definition
+            if isinstance(replacement, type):
+                for name, member in list(vars(replacement).items()):
+                    counting = _counting(member, answer.count)
+                    if counting is not member:
+                        put(replacement, name, counting)
+            elif kernel or _is_kernel(replacement):
+                for maker in {Kernel, type(replacement), type(original)}:
+                    if hasattr(maker, "__getitem__"):
+                        put(maker, "__getitem__", _counting_launches(maker, answer))
             else:
-                replacement = answer.definition
-                places = [(module, name, original) for module, name in _holders(original)]
-            for place in places:
-                undo.append(place)
-                setattr(place[0], place[1], replacement)
+                replacement = _counting(replacement, answer.count)
+            for module, name in _holders(original):
+                put(module, name, replacement)
         yield
     finally:
         for place, name, original in reversed(undo):
-            setattr(place, name, original)
+            if original is _ABSENT:
+                delattr(place, name)
+            else:
+                setattr(place, name, original)
+
+
+_ABSENT = object()
+
+
+def _is_kernel(thing: Any) -> bool:
+    return bare(thing) is not thing
+
+
+def _counting(member: Any, count: Callable[[], None]) -> Any:
+    """A function, or what a class makes of one, that calls `count` first; else the member itself.
+
+    A generator function counts when it is called.
+    """
+    if isinstance(member, staticmethod | classmethod):
+        return type(member)(_counting(member.__func__, count))
+    if isinstance(member, property):
+        parts = (part and _counting(part, count) for part in (member.fget, member.fset))
+        return property(*parts, member.fdel, member.__doc__)
+    if not isinstance(member, FunctionType):
+        return member
+
+    @functools.wraps(member)
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        count()
+        return member(*args, **kwargs)
+
+    return counting
+
+
+def _counting_launches(maker: type, answer: Answer) -> Callable:
+    """`kernel[grid]` of a class of kernels, which counts where the kernel is the answer.
+
+    tlsim makes a kernel of its own from the answer, so the functions within are compared.
+    """
+    launch = maker.__getitem__
+
+    @functools.wraps(launch)
+    def counting(kernel: Any, grid: Any) -> Any:
+        if bare(kernel) is bare(answer.definition):
+            answer.count()
+        return launch(kernel, grid)
+
+    return counting
 
 
 def answer_path(day: int, name: str) -> Path:
@@ -99,14 +189,17 @@ def saved_path(day: int, exercise: Exercise) -> Path | None:
 def load_answer(path: Path, *names: str) -> Callable:
     """Run a saved answer's file and return the definition of the first of `names` that it has.
 
-    Raises what the file raises.
+    Raises what the file raises, and CourseError where it has none of them.
     """
     module = ModuleType(f"nanoserve_answers_{path.name.strip('.').partition('.')[0]}")
     module.__file__ = str(path)
     code = compile(path.read_text(encoding="utf-8"), str(path), "exec")
     sys.modules[module.__name__] = module
     exec(code, module.__dict__)
-    return getattr(module, next((name for name in names if hasattr(module, name)), names[0]))
+    found = next((made for name in names if callable(made := vars(module).get(name))), None)
+    if found is None:
+        raise CourseError(f"{path.name} does not define {names[0]}")
+    return found
 
 
 def _save(day: int, exercise: Exercise, answer: Callable) -> str | None:
@@ -147,12 +240,13 @@ def _write(path: Path, source: str, accept: Callable[[Path], str | None]) -> str
         trouble = accept(candidate)
         if trouble is None:
             with writing(path):
-                if path.exists() and path.read_text(encoding="utf-8") != source:
+                if path.exists() and path.read_bytes() != source.encode():
                     path.replace(path.with_name(f"{path.name}.bak"))
                 candidate.replace(path)
         return trouble
     finally:
-        candidate.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            candidate.unlink()
 
 
 def _holders(thing: object) -> list[tuple[object, str]]:

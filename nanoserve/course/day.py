@@ -86,27 +86,50 @@ class Day:
         show(text, html=f"<div>{escaped(text).replace(chr(10), '<br>')}</div>")
 
     @contextlib.contextmanager
-    def mine(self, everything: bool = False) -> Iterator[None]:
+    def mine(self, everything: bool = False) -> Iterator[dict[str, int]]:
         """Within `with today.mine():` the engine runs with your saved answers of this day.
 
-        With `everything`, those of all days. What runs is printed; all is put back at the end.
+        With `everything`, those of all days. What runs is printed, and at the end how often each
+        was called; all is put back. `with today.mine() as calls:` gives the calls by name, at the
+        end of the block.
         """
-        days = [(info.number, exercises_of(info.number)) for info in DAYS] if everything else []
-        found = [
-            answer
-            for number, exercises in days or [(self.number, self.exercises)]
-            for answer in answers.saved_answers(number, exercises)
-        ]
-        for answer in found:
-            if answer.definition is None:
-                show(f"Your {answer.exercise.name} cannot be loaded: {answer.trouble}")
-        ready = [answer for answer in found if answer.definition is not None]
-        names = ", ".join(f"{answer.exercise.name} (Day {answer.day})" for answer in ready)
-        usable = everything or any(exercise.target for exercise in self.exercises)
-        nothing = _nothing_yet(self.number, everything) if usable else _no_part(self.number)
-        show(f"Running with your {names}." if ready else nothing)
+        days = DAYS if everything else (self.info,)
+        saved = [a for i in days for a in answers.saved_answers(i.number, exercises_of(i.number))]
+        ready = [answer for answer in saved if answer.definition is not None]
+        show(" ".join(self._before_mine(saved, everything)))
+        calls: dict[str, int] = {}
         with answers.installed(ready):
-            yield
+            yield calls
+        calls.update({answer.exercise.name: answer.calls for answer in ready})
+        if ready:
+            show(" ".join(answer.told for answer in ready))
+
+    def _before_mine(self, saved: list[answers.Answer], everything: bool) -> Iterator[str]:
+        """The sentences that say which answers run, which do not, and why."""
+        if trouble := store.lost_folder():
+            yield trouble
+        broken = [answer for answer in saved if answer.definition is None]
+        for answer in broken:
+            name = f"{answer.exercise.name} (Day {answer.day})"
+            yield f"Your {name} cannot be loaded: {answer.trouble}. Run its check once more."
+        parts = [e.name for e in self.exercises if e.target]
+        beside = [e for e in self.exercises if not e.target]
+        beside = [e.name for e in beside if answers.saved_path(self.number, e)]
+        if beside and parts and not everything:
+            yield f"Saved, but with no place in the engine: {', '.join(beside)}."
+        names = ", ".join(
+            f"{a.exercise.name} (Day {a.day})" for a in saved if a.definition is not None
+        )
+        if names:
+            yield f"Running with your {names}."
+        elif broken:
+            yield "The engine runs with its own code."
+        elif not parts and not everything:
+            yield f"No exercise of Day {self.number} is a part of the engine: it runs its own code."
+        else:
+            which = ", ".join(parts) if beside and not everything else "answer"
+            when = "" if everything else f" of Day {self.number}"
+            yield f"No saved {which}{when} yet: the engine runs with its own code."
 
     def predict(
         self,
@@ -114,16 +137,21 @@ class Day:
         question: str,
         guess: float | str | None = None,
         choices: tuple[str, ...] | None = None,
+        low: float | None = None,
+        high: float | None = None,
     ) -> None:
-        """Ask before measuring. The guess is a number, or one of `choices`; None is no guess yet.
+        """Ask before measuring. The guess is a number from `low` to `high`, or one of `choices`.
 
-        A guess is kept in work/ and given back by `guess(name)`; one that does not fit is told so.
+        A guess is kept in work/ and given back by `guess(name)`; None keeps an earlier one. One
+        that does not fit is not kept, and a sentence says what would fit.
         """
         ask = question if choices is None else f"{question} ({', '.join(choices)})"
         if guess is None:
-            show(f"{ask}\nNo guess yet: put yours in place of None.")
+            before = self.guess(name)
+            told = "No guess yet: put yours in place of None."
+            show(f"{ask}\n{told if before is None else f'Your guess from before: {_told(before)}'}")
             return
-        value, trouble = _fitting(guess, choices)
+        value, trouble = _fitting(guess, choices, low, high)
         if trouble:
             show(f"{ask}\n{trouble}")
             return
@@ -134,7 +162,7 @@ class Day:
             progress.save()
         except CourseError as error:
             note = f"\nKept for this session only: {error}"
-        lines = [ask, f"Your guess: {short(value)}"]
+        lines = [ask, f"Your guess: {_told(value)}"]
         lines += [progress.trouble] if progress.trouble else []
         show("\n".join(lines) + note)
 
@@ -143,6 +171,11 @@ class Day:
         if day is None and name in self._guesses:
             return self._guesses[name]
         return store.Progress.load().guess(self.number if day is None else day, name)
+
+    def guess_text(self, name: str, day: int | None = None) -> str:
+        """The prediction as text for a sentence: "3", "linear", or "none yet"."""
+        guess = self.guess(name, day)
+        return "none yet" if guess is None else _told(guess)
 
     def picture(self, name: str) -> None:
         """Show a picture of diagrams/ as a stored output."""
@@ -191,16 +224,13 @@ class Day:
         show(plain + (f"\n{trouble}" if trouble else ""), html=rich)
 
 
-def _nothing_yet(number: int, everything: bool) -> str:
-    when = "" if everything else f" of Day {number}"
-    return f"No saved answer{when} yet: the engine runs with its own code."
+def _told(guess: float | str) -> str:
+    return guess if isinstance(guess, str) else short(guess)
 
 
-def _no_part(number: int) -> str:
-    return f"No exercise of Day {number} is a part of the engine: it runs with its own code."
-
-
-def _fitting(guess: Any, choices: tuple[str, ...] | None) -> tuple[Any, str]:
+def _fitting(
+    guess: Any, choices: tuple[str, ...] | None, low: float | None, high: float | None
+) -> tuple[Any, str]:
     """(value, "") of a guess that fits, or (None, the sentence that says what would)."""
     if choices is not None:
         match = next((c for c in choices if str(guess).strip().lower() == c.lower()), None)
@@ -212,6 +242,11 @@ def _fitting(guess: Any, choices: tuple[str, ...] | None) -> tuple[Any, str]:
             guess = float(guess.strip().replace(",", ""))
     if isinstance(guess, bool) or not isinstance(guess, numbers.Real) or not math.isfinite(guess):
         return None, f"{short(guess)} is not a number: a guess here is one, such as 3 or 0.5."
+    if (low is not None and guess < low) or (high is not None and guess > high):
+        lowest = [] if low is None else [f"at least {low:g}"]
+        highest = [] if high is None else [f"at most {high:g}"]
+        wanted = " and ".join(lowest + highest)
+        return None, f"{short(guess)} does not fit: a guess here is {wanted}."
     return float(guess), ""
 
 

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
+from nanoserve.course.compare import a
+
 
 class CannotSave(Exception):
     """An answer whose source cannot be written down; the message says why."""
@@ -59,6 +61,13 @@ def same_source(one: Callable, other: Callable, method: str | None = None) -> bo
         return False
 
 
+def bare(thing: Any) -> Any:
+    """The function of a kernel, which triton.jit and tlsim.jit keep as `fn`; else the thing."""
+    while not isinstance(thing, type) and isinstance(inner := getattr(thing, "fn", None), Callable):
+        thing = inner
+    return thing
+
+
 def _cells() -> list[str]:
     """The cells of this session, latest first: where a class without methods is looked for."""
     return [
@@ -83,7 +92,7 @@ class _Parts:
         line = _import_line(name, value)
         if line:
             self.imports.add(line)
-        elif isinstance(value, type) or isinstance(inspect.unwrap(_bare(value)), FunctionType):
+        elif isinstance(value, type) or isinstance(inspect.unwrap(bare(value)), FunctionType):
             self.add_definition(name, value)
         else:
             self.pieces.append(f"{name} = {_constant(name, value)}\n")
@@ -92,7 +101,7 @@ class _Parts:
 
     def add_definition(self, name: str, value: Any) -> None:
         self.done.add(name)
-        value = _bare(value)
+        value = bare(value)
         if value.__name__ == "<lambda>":
             raise CannotSave(f"`{name}` is a lambda: write it with `def`")
         if value.__name__ != name:
@@ -155,16 +164,7 @@ def _constant(name: str, value: Any) -> str:
             return text
     except (ValueError, SyntaxError, TypeError, RuntimeError, RecursionError):
         pass
-    raise CannotSave(
-        f"it uses `{name}`, a {type(value).__name__} of this notebook: pass it in as an argument"
-    )
-
-
-def _bare(thing: Any) -> Any:
-    """The function of a kernel, which triton.jit and tlsim.jit keep as `fn`; else the thing."""
-    while not isinstance(thing, type) and isinstance(inner := getattr(thing, "fn", None), Callable):
-        thing = inner
-    return thing
+    raise CannotSave(f"it uses `{name}`, {a(value)} of this notebook: make it inside the function")
 
 
 def _code(thing: Any) -> CodeType | None:
@@ -175,7 +175,7 @@ def _code(thing: Any) -> CodeType | None:
 def _function(thing: Any) -> FunctionType | None:
     """The function itself, or a method that a class's own source defines, if there is one."""
     if not isinstance(thing, type):
-        inner = inspect.unwrap(_bare(thing)) if callable(thing) else thing
+        inner = inspect.unwrap(bare(thing)) if callable(thing) else thing
         return inner if isinstance(inner, FunctionType) else None
     for member in vars(thing).values():
         plain = getattr(member, "__func__", None) or getattr(member, "fget", None) or member
@@ -183,6 +183,7 @@ def _function(thing: Any) -> FunctionType | None:
         if not isinstance(inner, FunctionType):
             continue
         own = inner.__qualname__.startswith(f"{thing.__qualname__}.")
+        own = own and inner.__module__ == thing.__module__  # not what a decorator has put there
         if own and linecache.getlines(inner.__code__.co_filename):
             return inner
     return None

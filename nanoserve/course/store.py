@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -47,7 +48,7 @@ class DayStatus:
 
 def clone_dir() -> Path | None:
     """The checkout around the current folder, else the one the package is installed from."""
-    here = Path.cwd()
+    here = _here()
     for folder in (here, *here.parents, PACKAGE.parent):
         if (folder / "notebooks").is_dir() and (folder / "nanoserve").is_dir():
             return folder
@@ -58,11 +59,33 @@ def work_dir() -> Path:
     """$NANOSERVE_WORK, else work/ of the enclosing clone, else work/ here. It need not exist."""
     if chosen := os.environ.get("NANOSERVE_WORK"):
         return Path(chosen).expanduser()
-    here = Path.cwd()
+    here = _here()
     for folder in (here, *here.parents):
         if (folder / "notebooks").is_dir() and (folder / "nanoserve").is_dir():
             return folder / "work"
     return here / "work"
+
+
+def _here() -> Path:
+    """The current folder, or where it was when it has been deleted since."""
+    with contextlib.suppress(OSError):
+        _last_seen[:] = [Path.cwd()]
+    return _last_seen[0] if _last_seen else PACKAGE.parent
+
+
+_last_seen: list[Path] = []
+
+
+def lost_folder() -> str:
+    """A sentence about a notebook whose folder has been deleted while it was open, or nothing."""
+    try:
+        Path.cwd()
+    except OSError:
+        return (
+            "The folder of this notebook was deleted: save the notebook (File > Save Notebook As) "
+            "and restart the kernel."
+        )
+    return ""
 
 
 def start(day: int | str | None = None) -> list[Path]:
@@ -116,31 +139,32 @@ def status() -> list[DayStatus]:
 class Progress:
     """What work/progress.json holds: passed exercises and predictions, by day.
 
-    A file that cannot be read as such is set aside, and `trouble` says so.
+    Passes are read from the saved answers too. A file that cannot be read as such is set aside,
+    what it still shows is kept, and `trouble` says so.
     """
 
     def __init__(self, data: dict[str, Any] | None = None, trouble: str = "") -> None:
         self.data = data or {"passed": {}, "predictions": {}}
         self.trouble = trouble
+        for day, name in _saved_names():
+            self.add_passed(day, name)
 
     @classmethod
     def load(cls) -> Progress:
         path = work_dir() / "progress.json"
         try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-            lists = all(isinstance(names, list) for names in data["passed"].values())
-            if not lists or not all(isinstance(d, dict) for d in data["predictions"].values()):
-                raise ValueError
-            return cls(data)
+            data = _sound(json.loads(path.read_text(encoding="utf-8")))
+            return cls(data, lost_folder())
         except FileNotFoundError:
-            return cls()
-        except OSError:
-            return cls(trouble="Your progress file cannot be read, so this starts without it.")
-        except (ValueError, KeyError, TypeError, AttributeError):
+            return cls(None, lost_folder())
+        except (OSError, ValueError, RecursionError):
+            told = "Your progress file was damaged"
             aside = _free_name(path.with_name("progress.corrupt.json"), first=True)
             with contextlib.suppress(OSError):
                 path.replace(aside)
-            return cls(trouble=f"Your progress file was damaged: it is set aside as {aside.name}.")
+                told += f": it is set aside as {aside.name}"
+            told += ". What you passed is read from your saved answers; guess again where you had."
+            return cls(trouble=told)
 
     def save(self) -> None:
         text = json.dumps(self.data, indent=1, sort_keys=True)
@@ -159,6 +183,27 @@ class Progress:
 
     def set_guess(self, day: int, name: str, value: float | str) -> None:
         self.data["predictions"].setdefault(str(day), {})[name] = value
+
+
+def _sound(data: Any) -> dict[str, Any]:
+    """The data, if it is what Progress saves; ValueError otherwise."""
+    match data:
+        case {"passed": dict(passed), "predictions": dict(guesses)}:
+            lists = all(isinstance(names, list) for names in passed.values())
+            texts = lists and all(isinstance(x, str) for names in passed.values() for x in names)
+            if texts and all(isinstance(day, dict) for day in guesses.values()):
+                return data
+    raise ValueError("this is no progress file")
+
+
+def _saved_names() -> list[tuple[int, str]]:
+    """(day, exercise) of every saved answer, by the names of the files."""
+    found = []
+    with contextlib.suppress(OSError):
+        for path in sorted((work_dir() / "answers").iterdir()):
+            if match := re.fullmatch(r"day(\d+)_(\w+)\.py", path.name):
+                found.append((int(match[1]), match[2]))
+    return found
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -9,12 +9,12 @@
 # %% [markdown]
 # # Start here
 #
-# You are going to build an LLM inference engine: the program that turns a prompt into an answer, one
-# token at a time. Not a sketch of one. It runs a real chat model on your laptop today, and the same
-# code, with the same kernel source, runs a GPU at the limit of its memory at the end.
+# You are going to build an LLM inference engine: the program that turns a prompt into an answer,
+# one token at a time. It runs a real chat model on your laptop. Later the same code runs on a GPU,
+# with a kernel that you write yourself.
 #
-# Nothing to sign up for, no GPU needed, and no line of the engine that some day does not explain, but
-# for plumbing (reading and fetching files, the command line).
+# There is nothing to sign up for, and you need no GPU. Every part of the engine is explained on one
+# of the days, except for plumbing (reading and fetching files, the command line).
 
 # %% jupyter={"source_hidden": true}
 # Set-up: on Colab, installs nanoserve in a minute or two. In your own clone it does nothing.
@@ -43,7 +43,8 @@ today.picture("engine")
 # %% [markdown]
 # ## Try the whole of it first
 #
-# Here is where the road leads. The next cell loads the finished engine and asks it a question.
+# The next cell loads the finished engine and asks it a question. The first run may fetch the model,
+# which takes a minute.
 
 # %%
 from nanoserve import LLM, SamplingParams
@@ -54,8 +55,8 @@ print(llm.chat(question, SamplingParams(max_tokens=48)).text)
 
 # %% [markdown]
 # The model has 135 million parameters, which is small: it will tell you untrue things in good
-# English. The engine under it is the part that you build, and the part that is held to the last
-# digit.
+# English. You build the engine under it, and you compare every part of the engine with a trusted
+# answer.
 #
 # ## How a day works
 
@@ -63,25 +64,28 @@ print(llm.chat(question, SamplingParams(max_tokens=48)).text)
 today.picture("how-a-day-works")
 
 # %% [markdown]
-# 1. **Predict.** Before anything is measured you are asked for a number. Put it in place of `None`:
-#    a wrong guess is what makes the right number stay.
-# 2. **Your turn.** A cell holds a function with its shapes, its rules and no body. Write it, run
-#    the cell, and `today.check` tries it on a handful of cases and says which one failed and how.
-#    Stuck? `today.hint()` looks at the case that failed. A notebook runs to its end with every
-#    exercise left alone, so you may also read first and write later.
+# 1. **Predict.** Before a measurement you are asked for a number. Put yours in place of `None`. You
+#    will remember the right number better after a wrong guess.
+# 2. **Your turn.** A cell holds a function with its shapes, its rules and no body. Write it and run
+#    the cell: `today.check` tries it on a handful of cases and says which one failed and how.
+#    Stuck? `today.hint()` gives a hint about your mistake, and each call says more. You can also
+#    leave every exercise alone and run the notebook to its end.
 # 3. **Lands.** A cell that begins with `# lands in nanoserve/…` holds the engine's own code, word
-#    for word. It comes folded: open it once you have tried. It defines the name anew, so the cells
-#    below it use ours; `today.mine()`, in 5, is what runs yours.
+#    for word. It is folded: open it once you have tried. It defines the name anew, so from there on
+#    the notebook uses the package's version. Only `today.mine()`, in 5, runs yours.
 # 4. **Measure.** Every day has a plot of something that just ran on your machine, with your guess
 #    in it.
-# 5. **Your answer is the engine.** An answer that passes is saved, and `with today.mine():` runs the
-#    engine with your function in the place of ours.
+# 5. **Your answer is the engine.** An answer that passes its check is saved. Inside
+#    `with today.mine():` the engine runs with your function in place of the package's.
 #
 # Work on the copies in `work/`: they are yours, and an update of the repository never touches them.
-# `nanoserve course reset 3` gives you a fresh Day 3 and keeps your old one beside it.
+# `nanoserve course reset 3` gives you a fresh Day 3 and keeps your old one beside it. After a
+# restart of the kernel, first run the cells above the one you are in: Run → Run All Above Selected
+# Cell.
 #
-# Try it. This is the smallest exercise of the course: how many bytes do `count` numbers of a type
-# take, if one takes `bits`? They share bytes, and a byte that is begun is a whole one.
+# Try it. This is the smallest exercise of the course: how many bytes do `count` numbers take, if
+# each has `bits` bits? The numbers are packed side by side, so they share bytes. A byte that is
+# begun counts as a whole one, and the result is an int.
 
 
 # %%
@@ -98,7 +102,7 @@ today.hint()
 # %% [markdown]
 # ## The map
 #
-# Each day takes 30 to 60 minutes. The days build on one another, yet each runs by itself.
+# Most days take 30 to 60 minutes. The days build on one another, and each also runs by itself.
 
 # %% tags=["nbval-ignore-output"]
 today.progress()
@@ -112,7 +116,9 @@ today.glossary()
 # %% [markdown]
 # ## Is everything in place?
 #
-# This is what `nanoserve doctor` prints in a terminal. If something goes wrong later, quote it.
+# This is what `nanoserve doctor` prints in a terminal. If something goes wrong later, quote it. If
+# everything works but is far slower than you expect, other programs may be using your cores: close
+# them, or set `OMP_NUM_THREADS=1` before you start Jupyter.
 
 # %% tags=["nbval-ignore-output"]
 from nanoserve.cli import report
@@ -125,11 +131,11 @@ assert "whole" in dict(report())["model"]
 # %% [markdown]
 # ## What you need to know
 #
-# Python, and a little PyTorch: what a tensor's shape is, what a matrix product does. Nothing about
-# transformers, GPUs or serving; those are what the days are for.
+# Python, and a little PyTorch: what a tensor's shape is, and what a matrix product does. You need
+# to know nothing about transformers, GPUs or serving: the days explain them.
 #
-# **Next:** open Day 1, `day01_oracle.ipynb`. It gets hold of something you can trust.
+# **Next:** open Day 1, `day01_oracle.ipynb`. There you get an answer that you can trust.
 #
 # **In one paragraph.** You will build the program that serves a language model, a day at a time, in
 # notebooks whose code is the package itself. Each day asks for a guess, gives you a function to
-# write, checks it, shows you ours, and measures what it was worth.
+# write, checks it, shows you the package's version, and measures the effect.

@@ -11,9 +11,8 @@
 #
 # Week 1 · Phase 0, foundations · you need: nothing but Python and a little PyTorch
 #
-# **Today** you meet the model you are going to serve, wrap a library that runs it correctly, and
-# measure how slowly a correct thing can go. From tomorrow on, every line you write is compared with
-# what you wrap today.
+# **Today** you meet the model that you are going to serve, and you wrap a library that runs it
+# correctly but slowly. From tomorrow on, what you write is compared with what you wrap today.
 
 # %% jupyter={"source_hidden": true}
 # Set-up: on Colab, installs nanoserve in a minute or two. In your own clone it does nothing.
@@ -43,11 +42,12 @@ today.picture("oracle-first")
 # ## Why it matters
 #
 # A language model that is slightly wrong does not crash. It writes fluent sentences, a little worse
-# than it should, and nobody can tell by looking. A rotation with the wrong sign, one attention head
-# reading its neighbour's memory, a rounding in the wrong place: all of them produce English.
+# than it should, and nobody can tell by looking. A rotation with the wrong sign, an attention head
+# that reads its neighbour's memory, a rounding in the wrong place: each of them still produces
+# English.
 #
-# So before building anything, get hold of something you can trust, and make it easy to ask. We call
-# it the **oracle**. Ours is the library `transformers`, running the same weights.
+# So before you build anything, get an answer that you can trust, and make it easy to compare with.
+# We call it the **oracle**. Ours is the library `transformers`, running the same weights.
 #
 # The words of the day:
 
@@ -58,8 +58,8 @@ today.glossary("token", "token id", "logits", "greedy", "oracle", "hook")
 # ## A model that answers
 #
 # SmolLM2-135M-Instruct is a real chat model, small enough for a laptop. `make lab` has fetched it
-# for you; elsewhere the next cell does, once. Text has to become token ids first. A tokenizer does
-# that, and Day 3 opens that box.
+# for you; elsewhere the next cell does so, once. Text must become token ids first. A tokenizer does
+# that; Day 3 explains how.
 
 # %%
 from nanoserve import load_tokenizer
@@ -71,7 +71,7 @@ prompt
 # %% [markdown]
 # ## The oracle that lands
 #
-# Three questions are enough for the whole course:
+# The course needs answers to three questions:
 #
 # | question | method | used on |
 # | --- | --- | --- |
@@ -79,9 +79,10 @@ prompt
 # | how likely is each next token? | `logits(ids)` | Day 8, number for number |
 # | what went into that part, and what came out? | `capture(ids, names)` | Days 4 to 7, part by part |
 #
-# The third uses PyTorch's forward hooks: a function that is called whenever a module has run. The
-# cell below is the package's own `oracle.py`. In every notebook, a cell that begins with
-# `# lands in` stands word for word in the package, and a test compares the two.
+# The third uses PyTorch's forward hooks: a function that PyTorch calls whenever a module has run.
+# The cell below is the package's own `oracle.py`. In every notebook, a cell that begins with `#
+# lands in` stands word for word in the package, and a test compares the two. Read it or leave it
+# folded: nothing below depends on its details.
 
 # %%
 from collections.abc import Callable, Iterable, Sequence
@@ -206,7 +207,7 @@ oracle = load_oracle("smollm2")
 sum(p.numel() for p in oracle.model.parameters())
 
 # %% [markdown]
-# 134.5 million numbers. Ask them something.
+# That is the number of parameters: 134.5 million. Ask the model something.
 
 # %%
 answer = oracle.generate(prompt, max_tokens=8)
@@ -216,17 +217,17 @@ print(tokenizer.decode(prompt + answer))
 # %% [markdown]
 # ## One token at a time
 #
-# `generate` hides a loop, and the loop is simpler than it looks. The model maps a row of ids to one
-# row of **logits** per position: 49,152 numbers, one for each token of the vocabulary, larger where
-# the token is likelier to come next.
+# `generate` hides a simple loop. The model maps a row of ids to one row of **logits** per position:
+# 49,152 numbers, one for each token of the vocabulary. A larger logit means that the token is more
+# likely to come next.
 
 # %%
 logits = oracle.logits(torch.tensor([prompt]))
 logits.shape
 
 # %% [markdown]
-# Only the last position says something about the future. Take its largest logit, append that token,
-# ask again. That is **greedy** generation, all of it:
+# Only the last position says what comes after the text. Take its largest logit, append that token,
+# and run the model again. That is all of **greedy** generation:
 
 # %%
 ids = list(prompt)
@@ -237,8 +238,8 @@ for _ in range(8):
 ids[len(prompt) :] == answer
 
 # %% [markdown]
-# Look at what the loop does. To choose the eighth token it runs the model over all twelve tokens
-# before it, though eleven of them were run a moment ago. Move the slider and watch the grey.
+# To choose the eighth token, the loop runs the model over all twelve tokens before it, though
+# eleven of them were run one step earlier. Move the slider: grey is work that was done before.
 
 # %% tags=["nbval-ignore-output"]
 today.widget("work")
@@ -246,7 +247,7 @@ today.widget("work")
 # %% [markdown]
 # ## Your turn: the work of one token
 #
-# How much arithmetic is that? Count it. A `config` holds the sizes of a model:
+# How much arithmetic is that? A `config` holds the sizes of a model:
 
 # %%
 from nanoserve.config import load_config
@@ -256,7 +257,7 @@ print(config.num_layers, "blocks,", config.hidden_size, "wide, vocabulary", conf
 print(config.n_q, "query heads,", config.n_kv, "KV heads of", config.head_dim)
 
 # %% [markdown]
-# The parts, in a word each; the days to come open them one by one.
+# The parts, in a word each. Later days explain them one by one.
 #
 # | word | what it is |
 # | --- | --- |
@@ -281,11 +282,12 @@ print(config.n_q, "query heads,", config.n_kv, "KV heads of", config.head_dim)
 # - **attention** pairs each position with itself and all earlier ones: $1 + 2 + \dots + n$ pairs. In
 #   each query head, a pair costs one product of length `head_dim` for its score and one more for its
 #   share of the values: $4 \cdot$ `head_dim` operations.
-# - **the output head**, after the last block, multiplies by `hidden_size` × `vocab_size`. Only the last
-#   position needs it.
+# - **the output head**, after the last block, multiplies by `hidden_size` × `vocab_size`. Only the
+#   last position needs it.
 #
-# Norms, rotations and softmax are small; leave them out. Write the count for choosing the next token
-# after `length` tokens, with nothing remembered. Stuck? `today.hint()` looks at the case that failed.
+# Norms, rotations and softmax are small; leave them out. Write the count for choosing the next
+# token after `length` tokens, with nothing remembered, as an int. Stuck? `today.hint()` gives a
+# hint about your mistake.
 
 
 # %%
@@ -300,8 +302,8 @@ def work_of_a_token(config, length: int) -> int:
 today.check(work_of_a_token)
 
 # %% [markdown]
-# Below is one solution, folded. It is arithmetic about the engine rather than a part of it, so it
-# lands nowhere.
+# Below is one solution, folded; from here on this notebook uses it. It counts the engine's work and
+# is no part of the engine, so it lands nowhere.
 
 
 # %% jupyter={"source_hidden": true}
@@ -323,16 +325,16 @@ for length in (1, 16, 256, 4_096):
 # %% [markdown]
 # ## Measure it
 #
-# From 16 tokens on, the count grows a little faster than the length. Does the clock agree? Guess
-# first: your laptop chooses a token after 32 tokens of text, and then after 512, sixteen times as
-# many.
+# Sixteen times as many tokens, 256 instead of 16, cost a little more than sixteen times the
+# operations. Does the clock agree? Guess first: your machine chooses a token after 32 tokens of
+# text, and then after 512, sixteen times as many.
 
 # %%
 today.predict("growth", "How many times longer does the token after 512 take?", guess=None)
 
 # %% [markdown]
 # Now a live run: `transformers` with its cache switched off, one token at each length, the median
-# of three. The lengths take turns, so that a machine that slows down spoils them all alike.
+# of three. The lengths take turns, so that a machine that slows down slows all of them.
 
 # %% tags=["nbval-ignore-output"]
 from nanoserve.bench.timing import median_times
@@ -346,8 +348,8 @@ print(f"after 32 tokens {seconds[32] * 1e3:.0f} ms, after 512 {seconds[512] * 1e
 assert 2 < growth < 60
 
 # %% [markdown]
-# A processor that did nothing but this arithmetic would follow the dashed line. It is drawn through
-# the last point, where the machine is busiest.
+# If the time depended on this arithmetic alone, it would follow the dashed line. The line is drawn
+# through the last point.
 
 # %%
 from nanoserve.course.plots import COLOURS, figure, label_line, line, log2_axis, prediction_marker
@@ -364,19 +366,19 @@ log2_axis(ax), log2_axis(ax, "y")
 fig
 
 # %% [markdown]
-# Read it from the right. From 128 tokens up the arithmetic rules, and doubling the text about doubles
-# the time.
-# At 16 tokens the line of the count falls away below the measurement: there the machine spends its
-# time fetching 134.5 million weights from memory, however little it does with each. Both regimes
-# will come back, one as prefill (reading a whole prompt) and one as decode (writing a token at a time),
-# and Day 13 bends this very curve.
+# Read it from the right. Where your curve runs along the dashed line, arithmetic decides the time,
+# and doubling the text about doubles it. Where your curve lies above the line, on the left,
+# something else decides: all 134.5 million weights are read from memory, however few tokens there
+# are. Both cases come back, one as prefill (reading a whole prompt) and one as decode (writing a
+# token at a time). On Day 13 you measure this curve again, with a cache.
 #
-# What the plot does not show: this is one machine, one thread count, one library. The shape is
-# yours to keep; the numbers are not.
+# The plot shows one machine, one number of threads and one library. Another machine gives other
+# numbers.
 #
 # ## Look inside
 #
-# The oracle's third question. Name parts of the model, and get what went in and what came out:
+# Now the third question to the oracle. Name parts of the model, and get what went in and what came
+# out:
 
 # %%
 seen = oracle.capture(torch.tensor([prompt]), ["model.layers.0.mlp", "model.norm"])
@@ -384,8 +386,8 @@ for name, activation in seen.items():
     print(name, list(activation.input.shape), "->", list(activation.output.shape))
 
 # %% [markdown]
-# On Day 5 you write that first MLP, and this is what it will be held to, number for number. A name
-# that does not exist is refused by name:
+# On Day 5 you write that first MLP and compare it with these numbers. A name that does not exist is
+# an error that says so:
 
 # %%
 try:
@@ -398,15 +400,15 @@ except ValueError as error:
 #
 # 1. **A wrong model speaks fluently.** Only a comparison with something independent can tell.
 # 2. **Generation is a loop of one question:** given these tokens, which comes next?
-# 3. **Without memory, every token pays for all tokens before it.** The curve you measured is the
-#    price, and the rest of the course bends it.
+# 3. **Without memory, every token costs a run over all tokens before it.** Your curve shows the
+#    price. The KV cache of Day 11 removes most of it.
 #
 # ## Tomorrow
 #
-# The oracle reads a folder of weights and gets everything right. What is in that folder? Day 2 opens
-# it: 272 names, and numbers of four bits.
+# The oracle reads a folder of weights. What is in that folder? Day 2 opens it: 272 names, and
+# numbers of four bits.
 #
-# **In one paragraph.** Before writing an engine, we wrapped one that is known to be right and gave
-# it three questions: what comes next, how likely is everything, what went through that part. Then we
-# counted the arithmetic behind one token, timed it, and saw the two agree where the text is long. A
-# model that remembers nothing computes everything again for each word it writes.
+# **In one paragraph.** Before writing an engine, we wrapped one that is known to be right. It
+# answers three questions: what comes next, how likely is each token, what went through that part.
+# Then we counted the arithmetic behind one token and compared the count with the clock. A model
+# that remembers nothing computes everything again for each token it writes.

@@ -44,16 +44,17 @@ today.picture("block-pool")
 # Day 11 bought time with memory, and ended with a complaint: a contiguous cache must be reserved
 # before anybody knows how long the text will be. There are two ways to do that, and both cost:
 #
-# - **Reserve for the longest.** A strip of 2,048 slots for each sequence, and most of them stay empty:
+# - **Reserve for the longest.** Each sequence gets a strip of 2,048 slots, and most slots stay empty:
 #   that is fragmentation.
-# - **Reserve little and double.** Up to half is empty, each growth copies everything, and the old
-#   strip and the new one must both be there while it does.
+# - **Reserve little and double.** Up to half is empty. Each growth copies everything, and during the
+#   copy the old strip and the new one are both in memory.
 #
-# With one sequence nobody minds. But a server holds as many sequences as its memory has room for,
-# and that number is its throughput: what one sequence reserves for nothing, another one waits for.
+# With one sequence this does not matter. But a server runs as many sequences at once as its memory can
+# hold, and its throughput grows with that number. Memory that one sequence reserves and does not use is
+# memory that another sequence waits for.
 #
-# Operating systems had this problem sixty years ago, and solved it with pages: cut memory into equal
-# pieces, and let a program's pages lie anywhere. vLLM did the same for keys and values (Kwon et al.
+# Operating systems had this problem sixty years ago. They solved it with pages: the memory is cut into
+# equal pieces, and the pages of a program may lie anywhere. vLLM did the same for keys and values (Kwon et al.
 # 2023, "Efficient Memory Management for Large Language Model Serving with PagedAttention").
 
 # %%
@@ -62,14 +63,14 @@ today.glossary("slot", "block", "pool", "allocator", "fragmentation", "double fr
 # %% [markdown]
 # ## Numbers, no tensors
 #
-# Today has no keys and no values in it. A block is a number, its **id**. The pool has `num_blocks` of
-# them, 0 to `num_blocks` - 1, each with room for `block_size` tokens. Somebody else (Day 16) will lay
-# the memory beneath. The allocator only keeps the books, and they must always balance:
+# Today there are no keys and no values. A block is a number, its **id**. The pool has `num_blocks`
+# blocks, 0 to `num_blocks` - 1, and each holds `block_size` tokens. Day 16 adds the memory itself. The
+# allocator only counts, and this must always hold:
 #
 # **free + owned = all, and no block is both.**
 #
-# When there are too few free blocks it raises an error of its own, so that a server can wait until a
-# sequence ends, and try again.
+# When there are too few free blocks, the allocator raises an error of its own, `KVCacheExhausted`. A
+# server can catch it, wait until a sequence ends, and try again.
 
 
 # %% jupyter={"source_hidden": true}
@@ -84,21 +85,21 @@ class KVCacheExhausted(RuntimeError):
 # %% [markdown]
 # ## Your turn: the allocator
 #
-# The books are two collections, and they are given:
+# The allocator keeps two collections, and they are given:
 #
-# - `_free`, a list used as a stack. The next block to hand out stands *last*. A block that is given
-#   back goes on top, so it is taken next, while the processor's cache still holds it.
-# - `_owned`, the set of ids that somebody has.
+# - `_free`, a list used as a stack. The next block to hand out is the *last* item. A block that is
+#   given back goes to the end of the list, so it is the next one taken: last in, first out.
+# - `_owned`, the set of ids that are handed out.
 #
 # Write the three methods:
 #
-# | call | gives | and refuses, with nothing changed |
+# | call | returns | raises, with nothing changed |
 # | --- | --- | --- |
 # | `allocate()` | one id | KVCacheExhausted when none is free |
-# | `allocate_for(num_tokens)` | a list of just enough ids for that many tokens | KVCacheExhausted when there are too few (all or none); ValueError below 0 |
+# | `allocate_for(num_tokens)` | a list of just enough ids for that many tokens, in any order | KVCacheExhausted when there are too few (all or none); ValueError below 0 |
 # | `free(block_id)` | None | ValueError for a block that is free already, or was never in the pool |
 #
-# How many are just enough? With blocks of 16:
+# How many blocks are just enough? With blocks of 16:
 #
 # | tokens | 0 | 1 | 15 | 16 | 17 | 32 | 33 |
 # | --- | --- | --- | --- | --- | --- | --- | --- |
@@ -184,8 +185,9 @@ class BlockAllocator:
 
 
 # %% [markdown]
-# Look at the order in `allocate_for`: count, refuse, and only then take. An error that comes while
-# half of the blocks are taken leaves a hole in the books, and nothing would ever show where it is.
+# The cell above holds the package's version; from here on this notebook uses it. Look at the order in
+# `allocate_for`: count, refuse, and only then take. If an error came after half of the blocks were
+# taken, those blocks would belong to no sequence, and no later check would find them.
 #
 # ## Three sequences share a pool
 #
@@ -201,7 +203,7 @@ except KVCacheExhausted as error:
 print(owns, pool.num_free, "free")
 
 # %% [markdown]
-# One block is still free: C got none rather than half of what it needs. Now A ends, and C comes again:
+# One block is still free: C needs two, so it got none. Now A ends, and C asks again:
 
 # %%
 for block in owns.pop("A"):
@@ -210,14 +212,15 @@ owns["C"] = pool.allocate_for(30)
 print(owns, pool.num_free, "free")
 
 # %% [markdown]
-# C sits in A's old blocks. They need not be neighbours, and they need not be in order. A free block is
-# as good as any other, and that is the whole trick: with pieces of one size there are no holes of the
-# wrong size. (What lies in them, A's old keys, is a matter for Day 17.)
+# C now owns A's old blocks. The blocks of a sequence need not be neighbours, and they need not be in
+# order. Any free block will do, and that is the idea of paging: with pieces of one size there are no
+# holes of the wrong size. (A's old keys are still in them; Day 17 deals with that.)
 #
 # ## Prove it: a thousand random steps
 #
-# A **soak** does random things for a long time and checks the invariant after every single one. Take
-# blocks for a random number of tokens, or end a random sequence; refusals are welcome.
+# A **soak** does random steps for a long time and checks the invariant after each step. Each step takes
+# blocks for a random number of tokens, or ends a random sequence. Some requests will be refused; the
+# soak checks that a refusal changes nothing.
 
 # %%
 import random
@@ -255,8 +258,8 @@ assert 50 < refused < 500
 print("everything given back:", pool.num_free == pool.num_blocks)
 
 # %% [markdown]
-# A test that always passes proves nothing, so plant a fault. This allocator trusts its callers, as many
-# do: `free` takes whatever comes.
+# A test that always passes proves nothing, so plant a fault. This allocator trusts its callers: its
+# `free` checks nothing.
 
 
 # %%
@@ -273,9 +276,9 @@ pool.free(block)  # somebody tidies up twice
 print("A gets", pool.allocate_for(10), "and B gets", pool.allocate_for(10))
 
 # %% [markdown]
-# Two sequences now write into block 0, each over the other's keys. No error will ever come of it: two
-# users get fluent answers out of a mixture of both their texts. That is why `free` refuses, at the
-# moment of the mistake, and names the block:
+# Two sequences now write into block 0, each over the other's keys. Nothing raises an error: two users
+# get fluent answers made from a mixture of both texts. That is why `free` raises at the moment of the
+# mistake, and names the block:
 
 # %%
 pool = BlockAllocator(4, BLOCK_SIZE)
@@ -304,9 +307,8 @@ print(f"{len(lengths)} requests of {min(lengths)} to {max(lengths):,} tokens,", 
 print(f"half of them below {sorted(lengths)[100]}")
 
 # %% [markdown]
-# So these are not somebody's real traffic. What they share with it is the shape: many short texts and
-# a few very long ones. The percentages below belong to this mix; the order of the three hardly
-# depends on it.
+# So these requests are not recorded traffic. They have its shape: many short texts and a few very long
+# ones. The percentages below belong to this mix.
 
 # %%
 today.predict(
@@ -317,8 +319,8 @@ today.predict(
 )
 
 # %% [markdown]
-# The counting is done by the allocator itself. A strip for the longest text is a pool too: its blocks
-# have 2,048 slots, and each request takes one.
+# The allocator itself does the counting. A strip for the longest text is a pool too: its blocks have
+# 2,048 slots, and each request takes one block.
 
 
 # %%
@@ -336,9 +338,9 @@ def waste(slots):
 
 
 # %% [markdown]
-# For the strip that doubles, ask Day 11's cache: run each request through it, prompt first, then
-# token by token, and look how long its strip is at the end. (One layer of one head of one number is
-# enough to see the length.)
+# The strip that doubles is Day 11's cache. Run each request through it, prompt first, then token by
+# token, and read the length of its strip at the end. (One layer with one head of one number is enough
+# to see the length.)
 
 # %%
 from dataclasses import replace
@@ -393,15 +395,15 @@ ax.grid(axis="y", visible=False)
 fig
 
 # %% [markdown]
-# Filled is what holds a token, white is what waits. The same tokens, and the first server reserves
-# nearly four times the memory of the third. Turned round: in the same memory the third has room for
-# nearly four times as many sequences.
+# The filled part of a bar holds tokens; the white part is reserved and empty. The counts follow from the
+# recorded lengths, so yours are the same: the first server reserves nearly four times the memory of the
+# third. In the same memory, the third holds nearly four times as many sequences.
 #
 # ## How large should a block be?
 #
-# Only the last block of a sequence can have empty slots: anything from none to `block_size` - 1. If
-# every number is as likely as the others, half of that on average. So the waste can be worked out on
-# paper, and counted:
+# Only the last block of a sequence can have empty slots: from 0 to `block_size` - 1 of them. If each of
+# these numbers is equally likely, the average is half of `block_size` - 1. So you can calculate the
+# waste on paper, and compare it with the count:
 
 # %%
 sizes = (8, 16, 32, 64, 128)
@@ -426,19 +428,18 @@ ax.set(ylim=(0, None), xlim=(7, 180), xticks=sizes)
 fig
 
 # %% [markdown]
-# Small blocks waste less, so why not blocks of one slot? Because every block is an entry in a list
-# that each read of the cache must follow, and because a run of neighbouring slots is read faster than
-# scattered ones. Blocks of 16 waste one slot in seventy here. That is where the gain ends, so 16 is
-# `BLOCK_SIZE`.
+# Small blocks waste less, so why not blocks of one slot? Each block is an entry in a list that attention
+# must follow, and a run of neighbouring slots can be read faster than scattered slots. Blocks of 16 waste
+# one slot in seventy here. Smaller blocks would save less than one per cent more, so `BLOCK_SIZE` is 16.
 #
-# What this does not show: requests that come and go. The count was taken when all 200 were complete.
-# While they grow, the strip of 2,048 is emptier still, and the blocks still waste half a
-# block each.
+# This count does not show requests that come and go: it was taken when all 200 were complete. While the
+# requests still grow, the strips of 2,048 are emptier, and the blocks still waste half a block each.
 #
 # ## Your answer is the engine
 #
-# The package is some days ahead of you: its paged cache, which you build from Day 15 to Day 19, asks
-# a `BlockAllocator` for every block. Inside `today.mine()` that is yours, once it has passed.
+# The package is some days ahead of you: its paged cache, which you build from Day 15 to Day 19, takes
+# every block from a `BlockAllocator`. Inside `today.mine()` that allocator is yours, once it has passed
+# its check.
 
 # %%
 from nanoserve import LLM, SamplingParams
@@ -453,14 +454,14 @@ print(repr(completion.text), completion.finish_reason)
 #
 # 1. **With pieces of one size there are no holes of the wrong size.** Any free block will do.
 # 2. **Count, refuse, and only then take.** An operation that fails must leave the books as they were.
-# 3. **Only the last block of a sequence can be partly empty,** so the waste is half a block each, and no
-#    longer depends on how long a text might have become.
+# 3. **Only the last block of a sequence can be partly empty,** so the waste is about half a block a
+#    sequence, however long the longest text may become.
 #
 # ## Tomorrow
 #
-# A sequence owns blocks 5, 2 and 7. Where is its token 9? Day 15 writes the table that knows.
+# A sequence owns blocks 5, 2 and 7. Where is its token 9? Day 15 writes the table that answers.
 #
-# **In one paragraph.** A contiguous cache has to guess how long a text will be. We stopped guessing: the
-# memory is cut into blocks of 16 slots, and an allocator of fifty lines hands them out and takes them
-# back, all or nothing. It kept its books through a thousand random steps, refused a double free by
-# name, and brought the empty part of the memory from three quarters down to one slot in seventy.
+# **In one paragraph.** A contiguous cache must be reserved before anybody knows how long the text will be.
+# We cut the memory into blocks of 16 slots instead, and an allocator of fifty lines hands them out and
+# takes them back, all or nothing. Its invariant held through a thousand random steps, it refused a double
+# free by name, and the empty part of the memory fell from three quarters to one slot in seventy.

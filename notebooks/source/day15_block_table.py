@@ -41,13 +41,13 @@ today.picture("logical-to-physical")
 # %% [markdown]
 # ## Why it matters
 #
-# Attention asks for the tokens of a text: position 0, position 1, and so on. The pool has slots, and
-# the text's blocks lie in it wherever one was free. Between the two stands a list of numbers and one
-# line of arithmetic. Every read and every write of a paged engine goes through that line
-# or a list made by it, here, in vLLM, and in the kernel that you write on Day 22.
+# Attention needs the tokens of a text in order: position 0, position 1, and so on. The pool has slots,
+# and the blocks of the text lie anywhere in it. A list of block ids and one line of arithmetic connect
+# the two. Every read and every write of a paged engine uses that line, or a list made by it: here, in
+# vLLM, and in the kernel that you write on Day 22.
 #
-# It is also a line that fails without a sound. A slot that is off by one is still a slot. It holds
-# some key, of this sequence or of another one's, and the model goes on with it.
+# A mistake in this line raises no error. A slot that is off by one is still a slot. It holds some key, of
+# this sequence or of another sequence, and the model continues with it.
 
 # %%
 today.glossary("block table", "logical", "physical", "atomic")
@@ -58,8 +58,8 @@ today.glossary("block table", "logical", "physical", "atomic")
 # Cut the text into pieces of `block_size` tokens. Piece 0 lies in the block that the table names
 # first, piece 1 in the second, and so on. So a position needs two numbers:
 #
-# - its **index** in the table: which piece is it in? `position // block_size`
-# - its **offset** in the block: which place in the piece? `position % block_size`
+# - its **index** in the table, the number of its piece: `position // block_size`
+# - its **offset** in the block, its place in the piece: `position % block_size`
 #
 # By hand, for the picture's table, 5, 2, 7 with blocks of 4:
 #
@@ -99,8 +99,8 @@ class BlockTable:
 # Give the physical slot of a position: block id × block size + offset. `self.blocks` is the list of
 # ids, and the size is `self._allocator.block_size`.
 #
-# A position that the table has no room for is a mistake of the caller: raise ValueError and name the
-# position. That includes -1, for which Python would happily answer with the last block.
+# A position outside the table's slots is a mistake of the caller: raise ValueError and name the position.
+# That includes -1, for which Python's indexing would return the last block.
 #
 # It is a method, written here as a function; the check puts it into the class.
 
@@ -132,8 +132,9 @@ class BlockTable(BlockTable):
 
 
 # %% [markdown]
-# The package does it in two steps, since some callers want the block and the offset apart: `locate`
-# gives the pair, `slot` the one number. The picture, asked:
+# The package does it in two steps, because some callers need the block and the offset: `locate` returns
+# the pair, `slot` the one number. From here on this notebook uses the package's version. Here is the
+# table of the picture:
 
 # %%
 table = BlockTable(BlockAllocator(8, 4))
@@ -149,17 +150,17 @@ for position in (12, -1):
 # %% [markdown]
 # ## Your turn: `grow`
 #
-# A table begins empty, and blocks come when they are needed: a prompt of 33 tokens takes three blocks
-# at once, and then every sixteenth token takes one more. `grow(num_tokens)` makes sure that there is
-# room for `num_tokens` tokens **in all**:
+# A table begins empty and takes blocks when it needs them: a prompt of 33 tokens takes three blocks at
+# once, and then every sixteenth token takes one more. `grow(num_tokens)` makes sure that the table has
+# slots for `num_tokens` tokens **in all**:
 #
-# - `self.capacity` tokens have room already. Ask the allocator for what is missing, and put the new
-#   blocks behind the old.
-# - With room enough, nothing happens. `grow` never takes a block away.
-# - It is **atomic**. Where the pool has too few blocks, `KVCacheExhausted` goes through to the
-#   caller, and table and pool are as they were.
+# - `self.capacity` tokens have slots already. Take blocks for the missing tokens from the allocator, and
+#   put the new blocks behind the old.
+# - If there are enough slots, nothing changes. `grow` never gives a block back.
+# - It is **atomic**. If the pool has too few blocks, `KVCacheExhausted` reaches the caller, and table and
+#   pool are unchanged.
 #
-# `allocate_for` of Day 14 is all or nothing, and that makes this short.
+# `allocate_for` of Day 14 is all or nothing, so `grow` is short.
 
 
 # %%
@@ -180,30 +181,29 @@ class BlockTable(BlockTable):
 
 
 # %% [markdown]
-# One line, and its order matters: `allocate_for` runs first. Where it raises, the `+=` is never
-# reached.
+# One line, and its order matters: `allocate_for` runs first. If it raises, the `+=` does not run.
 #
 # ## Step through it
 #
-# Three sequences and a pool of 12 blocks. The line of text says what happens: `A6` is six tokens of A,
-# `-A` is the end of A, whose blocks go back to the pool. The slider steps through it, token by token.
-# Write a story of your own, with two sequences or three. Who is refused first, if all of them grow?
+# Three sequences share a pool of 12 blocks. The line of text is a script: `A6` writes six tokens of A, and
+# `-A` ends A, so that its blocks go back to the pool. The slider steps through the script, token by
+# token. Write a script of your own. Which sequence is refused first, if all of them grow?
 
 # %% tags=["nbval-ignore-output"]
 today.widget("block-table")
 
 # %% [markdown]
-# Here A has ended. C was given its blocks 0 and 1 (a table frees its last block first, and what
-# was freed last is handed out first), so C's table reads 5, 0, 1: its text runs from the
-# middle of the pool to its beginning, and nobody who goes through the table will notice.
+# In the picture A has ended, and C owns A's blocks 0 and 1. (A table frees its last block first, and the
+# block that was freed last is handed out first.) So C's table is 5, 0, 1: its text runs from the middle
+# of the pool to the beginning. Code that reads through the table need not care.
 #
 # ## Prove it: atomic growth
 #
-# Three tables share a pool that is too small for them. They grow at random, and the pool will be
-# exhausted again and again. After every step:
+# Three tables share a pool that is too small for them. They grow at random, and the pool runs out again
+# and again. After every step:
 #
 # - a refused `grow` has left table and pool as they were;
-# - each table has room for its tokens, and less than a block to spare;
+# - each table has slots for its tokens, and less than one block of empty slots;
 # - no slot belongs to two tokens, of one sequence or of two.
 
 # %%
@@ -213,11 +213,13 @@ import random
 def check_tables(tables, lengths, pool):
     slots = []
     for table, length in zip(tables, lengths):
-        assert length <= table.capacity < length + pool.block_size, "room does not fit the length"
+        assert length <= table.capacity < length + pool.block_size, (
+            "the capacity does not fit the length"
+        )
         slots += [table.slot(position) for position in range(length)]
     assert len(slots) == len(set(slots)), "two tokens in one slot"
     owned = [block for table in tables for block in table.blocks]
-    assert sorted(owned + pool._free) == list(range(pool.num_blocks)), "the books are off"
+    assert sorted(owned + pool._free) == list(range(pool.num_blocks)), "free + owned is not all"
 
 
 # %%
@@ -240,7 +242,7 @@ for _ in range(1_000):
 print("1,000 steps hold:", refused > 50, "with refusals among them")
 
 # %% [markdown]
-# And a growth that is not atomic? It takes block after block until there is none left:
+# A growth that is not atomic takes block after block until none is left:
 
 
 # %%
@@ -262,12 +264,12 @@ for kind in (BlockTable, Greedy):
         )
 
 # %% [markdown]
-# With `Greedy`, `second` got nothing that it can use, and keeps the last two blocks all the same. Now
-# `first` gets no further block either. If both wait for the other to end, they wait for ever.
+# With `Greedy`, `second` was refused and still holds the last two blocks. Now `first` cannot grow either.
+# If each waits for the other to end, both wait for ever.
 #
 # ## Where the tokens lie
 #
-# Three prompts of 20, 33 and 5 tokens, and then 40 more tokens each, in turns, as a server writes them:
+# Three prompts of 20, 33 and 5 tokens, and then 40 more tokens each, written in turns as a server does:
 
 
 # %%
@@ -304,15 +306,16 @@ ax.set(yticks=range(0, 193, 16), xticks=range(0, 81, 16), xlim=(-2, 80), ylim=(-
 fig
 
 # %% [markdown]
-# A line runs on while the next block happens to lie behind the last one. A prompt takes its blocks
-# together, so it often does: A's first 32 tokens, B's first 48. From then on all three take turns, and
-# each line jumps to wherever a block was free. No two tokens ever stand at the same height.
+# A line rises without a jump while the next block lies directly behind the last one. A prompt takes its
+# blocks together, so A's first 32 tokens and B's first 48 lie side by side. After that the three
+# sequences take turns, and each line jumps to the next free block. No two tokens have the same slot.
 #
 # ## Measure it: how scattered is scattered?
 #
-# Memory is read fastest in one go. So count: of all steps from a position to the next one, how many go
-# to the very next slot? Three sequences write 512 tokens each, in turns from the first, which is the
-# worst case: each new block has strangers on both sides.
+# Memory is read fastest when neighbouring addresses are read together. So count the steps from each
+# position to the next one: how many of them go to the next slot? Three sequences write 512 tokens each,
+# in turns from the first token. That is the worst case: each new block lies between blocks of other
+# sequences.
 
 # %%
 today.predict("next", "Blocks of 16: per cent of the steps that go to the next slot?", guess=None)
@@ -342,18 +345,17 @@ ax.set(ylim=(-4, 104), xlim=(0.85, 110), xticks=sizes)
 fig
 
 # %% [markdown]
-# With blocks of one slot, nothing has a neighbour. With blocks of 16, fifteen of sixteen steps are to
-# the next slot: only the step over a block's edge is a jump, one in `block_size`. And the table has 32
-# entries for 512 tokens instead of 512.
+# With blocks of one slot, no step goes to the next slot. With blocks of 16, fifteen of sixteen steps do:
+# only the step from one block to the next is a jump. And the table has 32 entries for 512 tokens instead
+# of 512.
 #
-# Beside it stands Day 14's measurement, where small blocks waste least. The two pull in opposite
-# directions, and 16 is where both have almost arrived. What this does not show is time: whether a jump
-# costs anything is for Day 20 to measure.
+# Day 14 measured the opposite effect: small blocks waste least. At 16 both are nearly as good as they can
+# be. This count does not show time. Day 20 measures whether the jumps cost any.
 #
 # ## Your answer is the engine
 #
-# The engine's paged cache asks `grow` once per step, and `slot` for each new token. With your own
-# methods, and a prompt that is longer than a block:
+# The engine's paged cache calls `grow` once per step, and `slot` for each new token. Here it runs with your
+# own methods, on a prompt that is longer than a block:
 
 # %%
 from nanoserve import LLM, SamplingParams
@@ -369,15 +371,15 @@ print(len(llm.tokenizer.encode(prompt)), "tokens of prompt, then", repr(completi
 #
 # 1. **One division turns a position into a slot:** the quotient picks the block, the remainder the
 #    place in it.
-# 2. **An address that is off by one is still an address.** So refuse what is outside, by name.
-# 3. **Growth is all or nothing.** Half a growth holds memory that nobody can use, and everybody waits.
+# 2. **An address that is off by one is still an address.** So refuse a position outside the table, by name.
+# 3. **Growth is all or nothing.** Half a growth holds memory that no sequence can use, and others wait.
 #
 # ## Tomorrow
 #
-# So far all of this is bookkeeping. Day 16 puts real keys and values into the slots, and asks for them
-# back: the same numbers, bit for bit.
+# So far all of this counts numbers. Day 16 puts real keys and values into the slots, and reads them back:
+# the same numbers, bit for bit.
 #
 # **In one paragraph.** A sequence counts its tokens from 0 without a gap, and its memory lies in pieces
-# all over the pool. A table with one number per block joins the two: divide the position by the block
-# size, look the quotient up, and add the remainder. The table grows by whole blocks, only when it must,
-# and a growth that the pool refuses leaves no trace.
+# all over the pool. A table with one number per block connects the two: divide the position by the block
+# size, look the quotient up, and count on by the remainder. The table grows by whole blocks, only
+# when it must, and a growth that the pool refuses changes nothing.

@@ -42,17 +42,17 @@ today.picture("paged-write")
 # %% [markdown]
 # ## Why it matters
 #
-# So far an allocator hands out numbers and a table does arithmetic with them. A server lives or dies
-# by the next step: the numbers become places in memory, and one user's keys lie beside another's. If
-# a slot is wrong, nothing crashes. Somebody's answer is made of somebody else's question.
+# So far an allocator hands out numbers and a table does arithmetic with them. Today the numbers become
+# places in memory, and one user's keys lie beside another user's. If a slot is wrong, nothing crashes:
+# one user's answer is computed from another user's question.
 #
-# So the day has a hard gate: **what comes back is the same to the last bit**.
+# So today's check is strict: **the gathered keys and values are the same to the last bit**.
 
 # %%
 today.glossary("block", "slot", "slot mapping", "scatter", "gather")
 
 # %% [markdown]
-# ## One tensor for everybody
+# ## One tensor for all sequences
 #
 # The pool is two tensors, one for keys and one for values:
 #
@@ -60,13 +60,13 @@ today.glossary("block", "slot", "slot mapping", "scatter", "gather")
 # | --- | --- | --- |
 # | 0 | `num_layers` | each layer has its own keys |
 # | 1 | `num_blocks * block_size` | the slots, block after block |
-# | 2, 3 | `n_kv`, `head_dim` | what one token leaves behind |
+# | 2, 3 | `n_kv`, `head_dim` | the key (or value) of one token |
 #
-# Day 11's strip was `[layers, n_kv, capacity, head_dim]`. Here the slot stands **before** the heads:
-# everything of one token and one layer lies together, and a token is one row to write. One table
-# serves all layers, since a token has the same slot number in each.
+# Day 11's strip was `[layers, n_kv, capacity, head_dim]`. Here the slot comes **before** the heads: all
+# heads of one token in one layer lie together, so a token is one row to write. One table serves all
+# layers, because a token has the same slot number in each.
 #
-# `poison` is for tomorrow.
+# Tomorrow uses `poison`.
 
 # %%
 import torch
@@ -116,13 +116,12 @@ print("free blocks:", pool.allocator.num_free)
 # %% [markdown]
 # ## One sequence's view
 #
-# A `PagedKVCache` holds no keys. It holds a table, a length, and the **slot mapping**: the slot of
-# each position, as a tensor that lies where the pool lies. A table is a Python list, which a
-# processor with thousands of threads cannot ask. A tensor of numbers it can.
+# A `PagedKVCache` holds no keys. It holds a table, a length, and the **slot mapping**: the slot of each
+# position, as a tensor on the pool's device. A table is a Python list, and a GPU's threads cannot read a
+# Python list. They can read a tensor.
 #
-# `_map(end)` extends the mapping. Note what it does not do: it never computes an old entry again. A
-# position's slot never changes, so a step adds its own slots and touches nothing else. The room for
-# them doubles when it is full, as Day 11's strip did.
+# `_map(end)` extends the mapping. It never computes an old entry again: a position's slot never changes,
+# so a step only adds its own slots. The tensor doubles when it is full, as Day 11's strip did.
 
 
 # %% jupyter={"source_hidden": true}
@@ -157,7 +156,7 @@ class PagedKVCache:
 
 
 # %% [markdown]
-# Take a pool whose blocks come in no order, as they do after an hour of serving:
+# Take a pool that hands out its blocks in no order, as a pool does after an hour of serving:
 
 
 # %%
@@ -185,22 +184,22 @@ print("slots: ", cache._slots[:9].tolist())
 # `[1, n_kv, query_len, head_dim]`.
 #
 # 1. A cache holds one sequence: any other batch is a ValueError that says how many came.
-# 2. The history will end at `end = self.seq_len + query_len`. `self._map(end)` makes sure that there are
-#    slots for it, or raises `KVCacheExhausted`. **Change nothing before that.**
+# 2. After this step the cache holds `end = self.seq_len + query_len` tokens. `self._map(end)` makes sure
+#    that there are slots for them, or raises `KVCacheExhausted`. **Change nothing before that.**
 # 3. Position `p` lies in slot `self._slots[p]`. Write this step's rows into `self.pool.k[layer]` and
 #    `self.pool.v[layer]`, each `[num_slots, n_kv, head_dim]`.
 # 4. `seq_len` moves with the last layer, as on Day 11. The pool has `len(self.pool.k)` layers.
-# 5. Return the slots of the whole history, this step's included, oldest first.
+# 5. Return the slots of all tokens so far, this step's included, oldest first.
 #
-# Two things of PyTorch to know. `pool.index_copy_(0, slots, rows)` writes row i of `rows` into row
-# `slots[i]` of `pool`. And `pool[slots]`, with a tensor of slots, is a *copy*: good for reading.
+# Two facts about PyTorch help. `pool.index_copy_(0, slots, rows)` writes row i of `rows` into row
+# `slots[i]` of `pool`. And `pool[slots]`, with a tensor of slots, is a *copy*: use it to read, not to write.
 #
 # Stuck? `today.hint()` looks at the case that failed.
 
 
 # %%
 def _write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Scatter k and v into their slots; the slots [kv_len] of the history, theirs included."""
+    """Scatter k and v into their slots; return the slots [kv_len] of all tokens so far."""
     raise NotImplementedError("your turn")
 
 
@@ -209,8 +208,9 @@ today.check(_write)
 # %% [markdown]
 # ## The write that lands, and the read
 #
-# `append` writes, and then goes the other way. It makes the same promise as Day 11's
-# `append`: this step's keys in, the whole history out, `[1, n_kv, kv_len, head_dim]`. So the model needs no change at all.
+# `append` writes, and then gathers. Its contract is that of Day 11's `append`: it takes this step's keys
+# and values, and returns those of all tokens so far, `[1, n_kv, kv_len, head_dim]`. So the model needs no
+# change. The cell below holds the package's version; from here on this notebook uses it.
 
 
 # %% jupyter={"source_hidden": true}
@@ -250,19 +250,19 @@ class PagedKVCache(PagedKVCache):
 
 # %% [markdown]
 # The transpose in `_write` is easy to get wrong with all shapes right. `k[0]` is `[n_kv, query_len,
-# head_dim]`, a slot wants `[n_kv, head_dim]`. `reshape` would give the right shape too, and deal one
-# head's numbers out to several tokens:
+# head_dim]`, and a slot holds `[n_kv, head_dim]`. `reshape` gives the right shape too, but it mixes the
+# numbers of heads and tokens:
 
 # %%
-k = torch.arange(6).view(1, 2, 3, 1)  # head 0 says 0, 1, 2 and head 1 says 3, 4, 5
+k = torch.arange(6).view(1, 2, 3, 1)  # head 0 holds 0, 1, 2 and head 1 holds 3, 4, 5
 print("transposed, token by token:", k[0].transpose(0, 1)[..., 0].tolist())
 print("reshaped:                  ", k[0].reshape(3, 2, 1)[..., 0].tolist())
 
 # %% [markdown]
 # ## Prove it: the same to the last bit
 #
-# The same random keys into both caches, in steps of many sizes, layer by layer. Nothing is computed
-# here, only moved, so nothing may differ: `torch.equal`, no tolerance.
+# Write the same random keys into both caches, in steps of many sizes, layer by layer. Paging only moves
+# numbers and computes none, so nothing may differ: `torch.equal`, no tolerance.
 
 
 # %%
@@ -289,8 +289,8 @@ for block_size in (1, 3, 4, 16):
 # %% [markdown]
 # ## Prove it: the real model
 #
-# Now real keys. The model calls `append` of whatever it is given, so hand it the new cache. Prefill,
-# decode, then a chunk of four, and after each the logits of both caches.
+# Now use real keys. The model calls `append` of the cache that it is given, so give it the new cache. Run a
+# prefill, decode steps and a chunk of four, and compare the logits of both caches after each.
 
 # %%
 text = tokenizer.encode("The tide goes out and the boats lie down in the mud, and nobody minds.")
@@ -314,12 +314,12 @@ print("written into blocks", cache.table.blocks)
 assert all(equal)
 
 # %% [markdown]
-# Not close: equal. Paging moves numbers about and computes nothing, so there is nothing to round.
+# They are equal, not only close. Paging moves numbers and computes none, so nothing is rounded.
 #
 # ## Two sequences, one pool
 #
-# Now what paging is for. Two conversations take turns, one token each, and both grow in the same
-# pool. Each is compared with a model that had it alone.
+# This is the purpose of paging. Two sequences take turns, one token each, and both grow in the same pool.
+# Each is compared with a run of that sequence alone.
 
 # %%
 from nanoserve.generate import next_logits
@@ -340,8 +340,8 @@ for cache, answer in zip(paged, answers):
     print(f"blocks {cache.table.blocks}: {tokenizer.decode(answer)!r}")
 
 # %% [markdown]
-# Every logit equal, and the two tables have grown through each other. A third conversation comes, and
-# there is no room for it:
+# All logits are equal, and the blocks of the two tables lie between each other. A third sequence arrives,
+# and the pool has too few blocks for it:
 
 # %%
 before = pool.k.clone()
@@ -355,14 +355,13 @@ print("the pool is untouched:", torch.equal(before, pool.k))
 assert torch.equal(before, pool.k) and not third.table.blocks
 
 # %% [markdown]
-# All or nothing, from Day 14, reaches to the top. Whoever calls may wait until a neighbour is done
+# All or nothing, from Day 14, holds for the whole step. The caller can wait until another sequence ends,
 # and try the same step again.
 #
 # ## Measure it
 #
-# A step needs the slots of its whole history. One could build that list afresh each time: for each
-# position, ask the table. Or extend it, as `_map` does. At 4,096 tokens of history, how many times
-# longer does the rebuilding take?
+# A step needs the slots of all tokens so far. It could build that list again each time, from the table. Or
+# it could extend the list, as `_map` does. At 4,096 tokens, how many times longer does rebuilding take?
 
 # %%
 today.predict("rebuild", "At 4,096 tokens, how many times longer does rebuilding take?", guess=None)
@@ -405,7 +404,7 @@ assert rebuild[-1] > 10 * extend[-1] and extend[-1] < 10 * extend[0]
 from nanoserve.course.plots import COLOURS, figure, line, log2_axis, prediction_marker
 
 title = "The slots of a decode step"
-fig, ax = figure(xlabel="tokens of history", ylabel="microseconds", title=title)
+fig, ax = figure(xlabel="tokens in the cache", ylabel="microseconds", title=title)
 line(ax, lengths, rebuild, "rebuilt", COLOURS["muted"])
 line(ax, lengths, extend, "extended", COLOURS["engine"])
 if guess := today.guess("rebuild"):
@@ -415,16 +414,17 @@ ax.set(xlim=(50, 9000))
 fig
 
 # %% [markdown]
-# One line climbs with the history, and the other does not know how long it is. Every decode step would
-# pay for the rebuilding, and would pay more with each word it has written.
+# Rebuilding takes longer with each token: at 4,096 tokens more than ten times as long as extending, as the
+# cell above asserts. Extending takes about the same time at every length. A decode step that rebuilt the
+# list would pay that price for each token it writes.
 #
-# What the plot leaves out: `append` still **gathers**, and that copies the whole history in every
-# layer of every step. It is right to the bit and it climbs. Day 18 writes down what a read without
-# that copy must compute, and Day 19 lets the cache do it.
+# The plot leaves one cost out: `append` still **gathers**, and that copies all keys and values in every
+# layer of every step. Day 18 writes down what attention without that copy must compute, and Day 19 lets
+# the cache do it.
 #
 # ## Your answer is the engine
 #
-# Inside `today.mine()` the engine writes with your `_write`, once it has passed.
+# Inside `today.mine()` the engine writes with your `_write`, once it has passed its check.
 
 # %%
 from nanoserve import LLM, SamplingParams
@@ -439,15 +439,15 @@ print(repr(completion.text), completion.finish_reason)
 #
 # 1. **Paging moves numbers and computes none,** so its proof needs no tolerance.
 # 2. **One mapping serves every layer and every step:** extend it, and never build it again.
-# 3. **Reserve first, then write.** A step that is refused before it has touched anything can simply be
-#    tried again.
+# 3. **Reserve first, then write.** A step that is refused before it has changed anything can be tried
+#    again.
 #
 # ## Tomorrow
 #
-# The third conversation was turned away because two others hold the pool, and nobody gives anything
-# back. Day 17 does, and asks what is still lying in a block when its next owner comes.
+# The third sequence was refused because two others hold the pool, and no block is ever given back. Day 17
+# gives blocks back, and looks at what is still in a block when its next owner comes.
 #
 # **In one paragraph.** We gave the blocks contents: two tensors for all layers and all sequences, and
-# for each sequence a list of slots. A step's keys are scattered through that list and the history is
+# for each sequence a list of slots. A step's keys are scattered through that list, and all keys so far are
 # gathered back through it, in order. On random keys and in the real model the result is equal to the
-# contiguous cache in every bit, while two sequences grow through each other in one pool.
+# contiguous cache in every bit, while two sequences share one pool.

@@ -41,24 +41,24 @@ today.picture("reuse")
 # %% [markdown]
 # ## Why it matters
 #
-# A server runs for months and a sequence for seconds. So memory that is taken must come back, all of
-# it, each time. Two things go wrong here, and both are quiet:
+# A server runs for months and a sequence for seconds. So each sequence must give back all its memory.
+# Two mistakes are likely here, and neither raises an error:
 #
-# - **A leak.** One block in a hundred answers is not given back. The server works on Monday and turns
-#   people away on Friday.
-# - **A stale read.** A block comes back with the last owner's keys still in it. Code that reads one
-#   slot too many finds good numbers there, and the model mixes another user's text into the answer.
+# - **A leak.** One request in a hundred does not give back a block. The server works on Monday and
+#   refuses requests on Friday.
+# - **A stale read.** A block is handed out with the last owner's keys still in it. Code that reads one
+#   slot too many finds plausible numbers there, and the model mixes another user's text into the answer.
 #
-# Against the first there is counting. Against the second there is a trick from the debuggers' box.
+# Counting finds a leak. Poison, a debugging technique, finds a stale read.
 
 # %%
 today.glossary("leak", "stale", "poison", "NaN", "double free")
 
 # %% [markdown]
-# ## The table lets go
+# ## The table gives its blocks back
 #
-# `BlockTable.free` hands the blocks to the allocator one by one, and takes each off its list as it
-# does. That is why a second call is harmless: there is nothing left on the list.
+# `BlockTable.free` gives the blocks back to the allocator one by one, and removes each from its list. So
+# a second call does nothing: the list is empty.
 
 # %%
 import torch
@@ -76,20 +76,20 @@ class BlockTable(BlockTable):
 
 
 # %% [markdown]
-# It pops from the end, so a sequence's first block is given back last and, the free list being a
-# stack, is taken next. The memory that is handed out is memory that was just in use.
+# It pops from the end, so a sequence's first block is given back last. The free list is last in, first
+# out, so that block is taken next.
 #
 # ## Poison
 #
-# Why NaN? Because of what the softmax does with a slot that it should not see:
+# Poison fills freed slots with NaN. Look at what the softmax makes of a slot that it should not see:
 #
-# | what lies there | its score | what reaches the output |
+# | content of the slot | its score | the output |
 # | --- | --- | --- |
-# | zeros | 0, which is a perfectly good score | the answer, off, and finite |
-# | the last owner's keys | any number | the answer, with somebody else's text in it |
+# | zeros | 0, a valid score | wrong, and finite |
+# | the last owner's keys | any number | wrong, with another user's text in it |
 # | NaN | NaN | NaN, everywhere |
 #
-# See it happen. Four keys, and a fifth that nobody should have looked at:
+# Here are four keys, and a fifth that should not have been read:
 
 # %%
 generator = torch.Generator().manual_seed(17)
@@ -99,17 +99,18 @@ for name, fifth in (("zeros", torch.zeros(1, 8)), ("NaN", torch.full((1, 8), tor
     print(f"{name:5} in the fifth slot: weights", [round(w, 2) for w in weights.tolist()])
 
 # %% [markdown]
-# A key of zeros takes a quarter of the attention for itself, and no test for "is it finite" will ever
-# say so. With NaN, one slot spoils all five.
+# A key of zeros takes a quarter of the attention weights here, and the result is finite, so no test for
+# finite numbers finds it. NaN in one slot makes all five weights NaN.
 #
 # ## Your turn: `release`
 #
-# A method of `KVPool`, since the pool is what has the memory. `table` is one sequence's `BlockTable`.
+# `release` is a method of `KVPool`, because the pool owns the memory. `table` is one sequence's
+# `BlockTable`.
 #
-# 1. Where `self._poison` is set, fill the slots of each of `table.blocks` with `torch.nan`: keys and
+# 1. If `self._poison` is set, fill the slots of each of `table.blocks` with `torch.nan`: keys and
 #    values, in every layer. `self.k` and `self.v` are `[num_layers, num_slots, n_kv, head_dim]`, and
 #    block b is the slots `b * size` to `(b + 1) * size`, `size` being `self.allocator.block_size`.
-# 2. Where it is not set, leave the numbers alone: writing all that costs time.
+# 2. If it is not set, do not change the numbers: writing them costs time.
 # 3. Give the blocks back: `table.free()`.
 #
 # Stuck? `today.hint()` looks at the case that failed.
@@ -117,7 +118,7 @@ for name, fifth in (("zeros", torch.zeros(1, 8)), ("NaN", torch.full((1, 8), tor
 
 # %%
 def release(self, table: BlockTable) -> None:
-    """Take a sequence's blocks back, and poison their slots where that was asked for."""
+    """Take a sequence's blocks back, and poison their slots if self._poison is set."""
     raise NotImplementedError("your turn")
 
 
@@ -139,11 +140,17 @@ class KVPool(KVPool):
 # %% [markdown]
 # ## Your turn: `free`
 #
-# And the sequence's side of it, a method of `PagedKVCache`. It remembers three things: `self.table`,
-# `self.seq_len`, and `self._mapped`, how many positions have a slot. Give the blocks back through
-# `self.pool.release`. The slots themselves, `self._slots`, may stay: `_mapped` says how much of them
-# counts. After `free()` the cache is as new: it owns nothing, and may be used for another text. A
-# second call does no harm, because whoever cleans up after a failure cannot know whether somebody did it before.
+# `free` is the same for one sequence, a method of `PagedKVCache`. The cache stores `self.table`,
+# `self.seq_len`, and `self._mapped`, the number of positions that have a slot.
+#
+# 1. Give the blocks back through `self.pool.release`.
+# 2. Set what describes the old text to its first value. The tensor `self._slots` may stay: only its first
+#    `_mapped` entries count.
+# 3. After `free()` the cache is as new: it owns no block, and may be used for another text. That holds
+#    for every state that a cache can be in. A first step can fail in layer 1: the cache then owns blocks,
+#    and `seq_len` is still 0.
+# 4. A second call changes nothing, because code that cleans up after a failure cannot know whether the
+#    cache was freed before.
 
 
 # %%
@@ -165,14 +172,15 @@ class PagedKVCache(PagedKVCache):
 
 
 # %% [markdown]
-# Two lines, and each half of the second is a bug when it is missing. Keep `seq_len`, and the next
-# text begins behind one that is gone. Keep `_mapped`, and `_map` thinks that the slots are there: the
-# next text takes no blocks, and is written over the keys of whoever has them now.
+# The package's `free` has two lines, and the second one matters as much as the first. If `seq_len` stays,
+# the next text begins behind a text that is gone. If `_mapped` stays, `_map` takes no blocks for the next
+# text, and its keys overwrite the keys of the blocks' new owner. From here on this notebook uses the
+# package's version.
 #
 # ## Prove it: a thousand sequences
 #
-# A small pool, a thousand requests of random lengths, up to four at a time. The keys and values of
-# request n are all the number n, so that a single foreign key in its history would show.
+# A small pool serves a thousand requests of random lengths, up to four at a time. All keys and values of
+# request n are the number n, so a single key of another request would show.
 
 # %%
 import random
@@ -194,13 +202,13 @@ print(
 
 # %%
 def feed(cache, number, tokens):
-    """A step of `tokens` tokens whose keys and values all say `number`; is the history all it?"""
+    """Append `tokens` tokens of keys and values `number`; is everything in the cache `number`?"""
     k = torch.full((1, 1, tokens, 2), float(number))
     return all(bool((history == number).all()) for history in cache.append(0, k, k))
 
 
 def serve(pool, requests, at_once=4, give_back=True):
-    """Serve them in order; the blocks owned after each request is done."""
+    """Serve the requests in order; return the number of owned blocks as each request ends."""
     waiting, running, owned = list(enumerate(requests)), [], []
     while waiting or running:
         while waiting and len(running) < at_once:
@@ -219,8 +227,8 @@ def serve(pool, requests, at_once=4, give_back=True):
 
 
 # %% [markdown]
-# The largest request needs 12 blocks of 16, so 48 are enough for any four. Is the pool afterwards what
-# it was before? As many free blocks, each exactly once, and poison in every slot:
+# The largest request needs 12 blocks of 16, so 48 blocks are enough for any four. Afterwards the pool must
+# be as before: every block free, each exactly once, and poison in every slot.
 
 # %%
 pool = KVPool(tiny, num_blocks=48, block_size=16, poison=True)
@@ -234,9 +242,9 @@ assert back == list(range(48)) and pool.k.isnan().all() and pool.v.isnan().all()
 # %% [markdown]
 # ## Prove it: poison changes nothing
 #
-# If nobody reads what is not theirs, then it does not matter what lies there. The same prompt with the
-# real model, three times: in the contiguous strip; in a pool that another text has just left, its keys
-# still lying about; and in one that was poisoned behind it. All logits, compared exactly.
+# If no sequence reads the slots of another, their content does not matter. Run the same prompt through the
+# real model three times: with the contiguous strip; in a pool that still holds the keys of an earlier
+# text; and in a pool that was poisoned after it. Compare all logits exactly.
 
 # %%
 from nanoserve.generate import next_logits
@@ -249,7 +257,7 @@ def answer(cache, ids, tokens=8):
     """The logits of each greedy step, and the ids chosen."""
     step, logits, chosen = ids, [], []
     for _ in range(tokens):
-        with use_backend("reference"):  # the plain sum; from Day 25 on a kernel reads, close to it
+        with use_backend("reference"):  # the plain sum; since Day 25 the default is a kernel
             logits.append(next_logits(model, step, cache))
         step = [int(logits[-1].argmax())]
         chosen += step
@@ -257,7 +265,7 @@ def answer(cache, ids, tokens=8):
 
 
 def after_another(poison, kind=PagedKVCache):
-    """What `second` is answered in a pool that `first` has just left."""
+    """The logits and ids for `second`, in a pool that `first` has just left."""
     pool = KVPool(config, num_blocks=6, block_size=4, poison=poison)
     cache = PagedKVCache(pool)
     answer(cache, first)
@@ -275,16 +283,15 @@ for poison in (False, True):
 # %% [markdown]
 # ## A stale read, planted
 #
-# Is the proof any good? A proof that cannot fail proves nothing, so plant the bug. This cache reads
-# its last block to the end, though the sequence may stop before it. It is a likely mistake: kernels
-# read whole tiles, and have to mask what lies past the end: the scores *and* the values, since a weight
-# of 0 times NaN is NaN. (The longer history also shifts the causal band, so that each query sees a few
-# slots too far.)
+# A test that cannot fail proves nothing, so plant the bug. This cache reads its last block to the end,
+# though the sequence may end before. It is a likely mistake: kernels read whole tiles, and must mask the
+# slots past the end. They must mask the scores *and* the values, because a weight of 0 times NaN is NaN.
+# (The extra slots also shift the causal mask, so each query sees a few slots too far.)
 
 
 # %%
 class ReadsTheWholeBlock(PagedKVCache):
-    """Gives back the slots of its blocks, all of them, instead of those of its history."""
+    """Returns all slots of its blocks, instead of the slots of its tokens."""
 
     def _write(self, layer, k, v):
         super()._write(layer, k, v)
@@ -295,25 +302,25 @@ for poison in (False, True):
     logits, chosen = after_another(poison, ReadsTheWholeBlock)
     finite = bool(logits.isfinite().all())
     print(
-        f"poison={poison}: logits finite: {finite}, as they should be: {torch.equal(logits, alone)}"
+        f"poison={poison}: logits finite: {finite}, equal to the strip's: {torch.equal(logits, alone)}"
     )
     if finite:
-        print("  it says", repr(tokenizer.decode(chosen)))
+        print("  the text:", repr(tokenizer.decode(chosen)))
     assert finite != poison and not torch.equal(logits, alone)
 
 # %% [markdown]
-# Without poison there are readable words, and only somebody who knows the right one could tell. With
-# it, the very first logits are NaN. From now on, a test that looks for stale reads poisons its pool first,
-# and the kernels will be tested so too.
+# Without poison the cache gives readable words, and you must know the right words to see the mistake. With
+# poison, the first logits are NaN. From now on, each test for stale reads poisons its pool first. The
+# tests of the kernels do so too.
 #
-# What poison does **not** see is a stale *write*: a cache that believes its old mapping puts good
-# numbers into somebody else's block. Against that there are the rules of Day 14, checked after every
-# step: no block has two owners. `today.check(free)` had a case for it.
+# Poison does **not** find a stale *write*: a cache that keeps its old mapping writes plausible numbers into
+# another sequence's block. The invariant of Day 14 finds that mistake: no block has two owners.
+# `today.check(free)` has a case for it.
 #
 # ## Measure it
 #
-# What does giving back save? The thousand requests once more, and this time count the blocks that are
-# owned. If nobody gives anything back, the count only climbs. And if everybody does?
+# How much memory does giving back save? Run the thousand requests once more, and count the owned blocks. If
+# no block is given back, the count only rises. What is the largest count if every block is?
 
 # %%
 today.predict(
@@ -339,19 +346,17 @@ ax.set(yscale="log", ylim=(3, 20000), xlim=(0, 1330), xticks=range(0, 1001, 200)
 fig
 
 # %% [markdown]
-# The scale is logarithmic. One line follows the number of requests there have *ever* been, and the other
-# the number there are *now*: it would look the same after a million. So the size of a pool is decided
-# by how many sequences you want to serve at once and how long they are, not by how many there have ever
-# been.
+# The scale is logarithmic. One line grows with the number of all requests so far. The other follows the
+# requests that run *now*: it would look the same after a million. So the size of a pool depends on how
+# many sequences you want to serve at once and how long they are, not on how many came before.
 #
-# What it does not show: the order of arrivals was kind. Four requests always fitted here. When they do
-# not, somebody has to wait or be interrupted, and to decide who is the scheduler's work, later in the
-# course.
+# This plot does not show a full pool: here four requests always fitted. If they do not fit, one request has
+# to wait or be interrupted. The scheduler decides which one, later in the course.
 #
 # ## Your answer is the engine
 #
-# Two prompts through one poisoned pool of three blocks, with the engine's own cache. Inside
-# `today.mine()`, it is your `release` and your `free` that make room for the second.
+# Two prompts run through one poisoned pool of three blocks, with the engine's own cache. Inside
+# `today.mine()`, your `release` and your `free` give back the blocks that the second prompt needs.
 
 # %%
 from nanoserve import SamplingParams, cache as engine
@@ -380,18 +385,18 @@ today.review()
 # %% [markdown]
 # ## What you learned
 #
-# 1. **A pool is sized by what runs now,** not by what has ever run: that is what giving back buys.
-# 2. **Poison makes the quiet bug loud.** A zero is a good number; NaN is not, and it spreads.
-# 3. **Freeing must be complete and repeatable:** every block, every memory of them, and no harm in
-#    doing it twice.
+# 1. **The size of a pool depends on what runs now,** not on what has ever run, because blocks come back.
+# 2. **Poison makes a silent bug visible.** Zero is a plausible number; NaN is not, and it spreads.
+# 3. **Freeing must be complete and repeatable:** every block goes back, the mapping is forgotten, and a
+#    second call changes nothing.
 #
 # ## Tomorrow
 #
-# Memory is done: blocks, tables, real keys, reuse. The read is not. `append` still copies the whole
-# history in every layer of every step. Before anybody makes that fast, Day 18 writes down exactly what
-# it must compute, and freezes it.
+# Memory management is complete: blocks, tables, real keys, reuse. Attention over it is not: `append` still
+# copies all keys and values in every layer of every step. Before you make that fast, Day 18 writes down
+# exactly what it must compute, and freezes it.
 #
-# **In one paragraph.** A sequence ends, its blocks go back, and the next one takes them. We ran a
-# thousand through a pool of 48 blocks and found it as it had been, every block free and once only.
-# What they left behind we filled with NaN, and nothing changed, which proves that nobody reads it;
-# then we planted a cache that does, and it was caught at its first token.
+# **In one paragraph.** A sequence ends, its blocks go back, and the next sequence takes them. We ran a
+# thousand sequences through a pool of 48 blocks, and afterwards every block was free, exactly once. We
+# filled freed slots with NaN, and no logit changed, so no sequence reads another's slots. Then we planted
+# a cache that does, and the NaN showed at its first token.

@@ -42,14 +42,13 @@ today.picture("frozen-target")
 # %% [markdown]
 # ## Why it matters
 #
-# Soon you will write a kernel: attention that walks through the blocks itself. It adds the same
-# numbers in another order, on another machine, in tiles. When it is wrong it does not crash. It reads
-# a slot that belongs to somebody else, or stops one key early, and gives back a vector that looks like
-# any other.
+# Soon you will write a kernel: attention that reads the blocks itself. It adds the same numbers in another
+# order, on another machine, in tiles. A wrong kernel does not crash. It reads another sequence's slot, or
+# stops one key early, and returns a vector that looks like any other.
 #
-# So the target comes before the kernel. If both grow at once, each mistake in one can be repaired by a
-# mistake in the other. Write what is **meant** first, in the fewest lines, prove it equal to what you
-# have trusted since Day 6, and freeze it.
+# So the target comes before the kernel. If you write both at once, a mistake in one can hide a mistake in
+# the other. First write down what is **meant**, in the fewest lines. Prove it equal to the attention that
+# you have trusted since Day 6, and freeze it.
 
 # %%
 today.glossary(
@@ -57,20 +56,20 @@ today.glossary(
 )
 
 # %% [markdown]
-# ## What a read is given
+# ## The arguments of paged attention
 #
-# Everything that Week 4 built comes down to four things:
+# All of Week 4 comes down to four arguments:
 #
-# | argument | shape | what it is |
+# | argument | shape | meaning |
 # | --- | --- | --- |
 # | `q` | `[1, n_q, query_len, head_dim]` | this step's queries: the **last** `query_len` positions |
 # | `k_pool`, `v_pool` | `[num_slots, n_kv, head_dim]` | one layer's memory, of all sequences |
 # | `slot_mapping` | `[kv_len]` | the slot of each position, oldest first, this step's included |
 # | `n_rep` | a number | `n_q // n_kv`: how many query heads share a KV head |
 #
-# And `scale`, `head_dim ** -0.5` unless it is handed in. No block table and no block size: a slot is
-# `block_id * block_size + offset`, ready to be an index. Here is a small pool, as if blocks 7, 2 and 5
-# of 16 slots had been handed to a sequence of 37 tokens:
+# The fifth is `scale`; its default is `head_dim ** -0.5`. There is no block table and no block size: a slot
+# is `block_id * block_size + offset`, which is an index already. Here is a small pool, in which a sequence
+# of 37 tokens owns blocks 7, 2 and 5 of 16 slots:
 
 # %%
 import torch
@@ -92,16 +91,16 @@ print(list(history.shape), "position 16 is slot 32:", torch.equal(history[16], k
 # %% [markdown]
 # ## Your turn: `paged_attention_reference`
 #
-# Attend through the mapping. You have `sdpa` since Day 6, with the causal band, the groups of heads
-# and a softmax in float32. So:
+# Attend through the mapping. `sdpa` of Day 6 has the causal mask, the groups of heads and a softmax in
+# float32. So:
 #
-# 1. If `n_q` is not `n_kv * n_rep`, raise ValueError and name `n_rep`. The number says nothing that the
-#    shapes do not say. But a kernel will compute pointers with it, and cannot check.
+# 1. If `n_q` is not `n_kv * n_rep`, raise ValueError and name `n_rep`. The shapes determine this number, but
+#    a kernel will compute pointers from it, and a kernel cannot check it.
 # 2. Gather keys and values by slot, and bring them to `[1, n_kv, kv_len, head_dim]`, contiguous.
-# 3. Let `sdpa` do the sum, with the scale.
+# 3. Call `sdpa`, with the scale.
 #
-# Do not be clever. Nobody will wait for this function; everybody will believe it. Stuck?
-# `today.hint()` looks at the case that failed.
+# Write it plainly. This function need not be fast; it must be easy to believe. Stuck? `today.hint()` looks
+# at the case that failed.
 
 # %%
 from nanoserve.layers import sdpa
@@ -120,7 +119,8 @@ def paged_attention_reference(q, k_pool, v_pool, slot_mapping, n_rep, scale=None
 today.check(paged_attention_reference)
 
 # %% [markdown]
-# Below is what lands. Above it stands the tolerance, which you will need in a moment.
+# The cell below holds the package's version; from here on this notebook uses it. The cell begins with the
+# tolerance, which this notebook needs soon.
 
 
 # %% jupyter={"source_hidden": true}
@@ -166,8 +166,8 @@ def paged_attention_reference(
 # %% [markdown]
 # ## Prove it: equal, not close
 #
-# The promise is strict: `torch.equal` to the very sum that `gqa_attention` uses, over keys and values
-# that lie side by side. To copy them out independently, walk token by token, with a loop.
+# The promise is strict: `torch.equal` to the sum that `gqa_attention` uses, over keys and values that lie
+# side by side. A loop copies them out token by token, independently of the gather above.
 
 
 # %%
@@ -176,31 +176,31 @@ def contiguous(pool, slots):
     return torch.stack([pool[slot] for slot in slots.tolist()], dim=1)[None].contiguous()
 
 
-def a_read(query_len, blocks, kv_len, n_q=9, n_kv=3, poison=False):
+def a_case(query_len, blocks, kv_len, n_q=9, n_kv=3, poison=False):
     """(q, k_pool, v_pool, slot_mapping, n_rep) at random, the tokens lying in these blocks."""
     slots = [block * block_size + offset for block in blocks for offset in range(block_size)]
     slots = torch.tensor(slots[:kv_len])
     q = torch.randn(1, n_q, query_len, head_dim, generator=generator)
     k_pool, v_pool = torch.randn(2, 10 * block_size, n_kv, head_dim, generator=generator)
     if poison:
-        nobody = torch.ones(len(k_pool), dtype=torch.bool)
-        nobody[slots] = False
-        k_pool[nobody] = v_pool[nobody] = torch.nan
+        foreign = torch.ones(len(k_pool), dtype=torch.bool)
+        foreign[slots] = False
+        k_pool[foreign] = v_pool[foreign] = torch.nan
     return q, k_pool, v_pool, slots, n_q // n_kv
 
 
 # %%
-reads = {
-    "decode, 1 query": a_read(1, (7, 2, 5), 37),
-    "decode, the very first token": a_read(1, (4,), 1),
-    "prefill, 37 queries": a_read(37, (7, 2, 5), 37),
-    "continuation, 5 queries": a_read(5, (7, 2, 5), 37),
-    "blocks descending": a_read(5, (9, 8, 7), 48),
-    "a full last block": a_read(1, (3, 6), 32),
-    "MQA, one KV head": a_read(5, (0, 9, 1), 40, n_kv=1),
-    "MHA, nine KV heads": a_read(5, (0, 9, 1), 40, n_kv=9),
+cases = {
+    "decode, 1 query": a_case(1, (7, 2, 5), 37),
+    "decode, the very first token": a_case(1, (4,), 1),
+    "prefill, 37 queries": a_case(37, (7, 2, 5), 37),
+    "continuation, 5 queries": a_case(5, (7, 2, 5), 37),
+    "blocks descending": a_case(5, (9, 8, 7), 48),
+    "a full last block": a_case(1, (3, 6), 32),
+    "MQA, one KV head": a_case(5, (0, 9, 1), 40, n_kv=1),
+    "MHA, nine KV heads": a_case(5, (0, 9, 1), 40, n_kv=9),
 }
-for name, (q, k_pool, v_pool, slots, n_rep) in reads.items():
+for name, (q, k_pool, v_pool, slots, n_rep) in cases.items():
     for scale in (None, 0.5):
         side_by_side = sdpa(q, contiguous(k_pool, slots), contiguous(v_pool, slots), scale)
         scattered = paged_attention_reference(q, k_pool, v_pool, slots, n_rep, scale)
@@ -208,13 +208,13 @@ for name, (q, k_pool, v_pool, slots, n_rep) in reads.items():
     print(f"{name:30} equal to the last bit: {torch.equal(scattered, side_by_side)}")
 
 # %% [markdown]
-# Then the poison of Day 17. Every slot that is not this sequence's holds NaN, before or behind its
-# blocks, and behind its last token. NaN spreads through every sum that it enters, so one stale read
-# would show in the whole output. The causal mask does not help: it hides the slot from earlier queries
-# with a weight of 0, and 0 times NaN is NaN. So a kernel must mask the values too.
+# Then use the poison of Day 17. Every slot that is not this sequence's holds NaN: before and behind its
+# blocks, and behind its last token. NaN spreads through every sum that it enters, so one stale read shows
+# in the whole output. The causal mask does not prevent it: the mask gives the slot a weight of 0 for
+# earlier queries, and 0 times NaN is NaN. So a kernel must mask the values too.
 
 # %%
-q, k_pool, v_pool, slots, n_rep = a_read(5, (7, 2, 5), 37, poison=True)
+q, k_pool, v_pool, slots, n_rep = a_case(5, (7, 2, 5), 37, poison=True)
 share = float(k_pool.isnan().float().mean())
 out = paged_attention_reference(q, k_pool, v_pool, slots, n_rep)
 print(f"{share:.0%} of the pool is NaN, in the output: {int(out.isnan().sum())} NaN")
@@ -223,55 +223,57 @@ stale = paged_attention_reference(q, k_pool, v_pool, one_more, n_rep)
 print(f"one slot too far: {float(stale.isnan().float().mean()):.0%} NaN")
 
 # %% [markdown]
-# All that says the reference is *our* sum. Is our sum right? For that, ask somebody else: PyTorch's own
-# attention, in float64, where rounding is out of the way.
+# All this shows that the reference equals *our* sum. Is our sum right? Compare it with an independent one:
+# PyTorch's own attention, in float64, where rounding hardly matters.
 
 # %%
 import torch.nn.functional as F
 
 
 def torch_attention(q, k_pool, v_pool, slots):
-    """PyTorch's attention over the same history, in the dtype of its inputs."""
+    """PyTorch's attention over the same keys and values, in the dtype of its inputs."""
     k, v = contiguous(k_pool, slots), contiguous(v_pool, slots)
     visible = torch.ones(q.shape[2], len(slots), dtype=torch.bool).tril(len(slots) - q.shape[2])
     return F.scaled_dot_product_attention(q, k, v, visible, enable_gqa=True)
 
 
-for name, (q, k_pool, v_pool, slots, n_rep) in reads.items():
+for name, (q, k_pool, v_pool, slots, n_rep) in cases.items():
     exact = torch_attention(q.double(), k_pool.double(), v_pool.double(), slots)
     ours = paged_attention_reference(q, k_pool, v_pool, slots, n_rep).double()
     assert torch.allclose(ours, exact, atol=ATOL, rtol=RTOL), name
-print("all", len(reads), "reads within", ATOL, "+", RTOL, "of the value")
+print("all", len(cases), "cases within", ATOL, "+", RTOL, "of the value")
 
 # %% [markdown]
 # ## How far is right?
 #
-# A kernel adds in another order, so its last bits differ, and `torch.equal` would fail it for being
-# itself. It needs room. How much? Too little, and right kernels fail on some machine. Too much, and
-# wrong ones pass. The rule is the usual one, with both parts:
+# A kernel adds in another order, so its last bits differ, and `torch.equal` would refuse every kernel. It
+# needs a tolerance. If the tolerance is too small, right kernels fail on some machine. If it is too large,
+# wrong kernels pass. The usual rule has two parts:
 #
 # $$ |\text{kernel} - \text{oracle}| \;\le\; \text{ATOL} + \text{RTOL} \cdot |\text{oracle}| $$
 #
-# - **RTOL** is for large values: a float32 has about 7 digits, and a sum of many terms loses two or
-#   three. $10^{-4}$ leaves it four.
-# - **ATOL** is for values near 0, which come from large ones that cancel. There a relative bound would
-#   ask for digits that nobody has. The outputs are mixtures of values of size 1: $10^{-5}$.
-# - **16 bits.** bfloat16 has 3 digits. One unit of its precision, `eps`, is the distance from 1 to the
-#   next number. The oracle rounds queries, scores and weights to the dtype on the way, and a kernel
-#   need not; so two units, both absolute and relative.
+# - **RTOL** is for large values: a float32 has about 7 digits, and a sum of many terms can lose two or
+#   three of them. $10^{-4}$ asks for four digits.
+# - **ATOL** is for values near 0, the result of large terms that cancel. There a relative bound would ask
+#   for digits that float32 does not have. The outputs are averages of values of size 1, so ATOL is
+#   $10^{-5}$.
+# - **16 bits.** bfloat16 has 3 digits. One unit of its precision, `eps`, is the distance from 1 to the next
+#   number. With several queries, the oracle rounds queries, scores and weights to the dtype; a single query
+#   attends in float32. A kernel need not round any of them. So the tolerance is two units, both absolute
+#   and relative.
 
 # %%
 for dtype in (torch.float32, torch.float16, torch.bfloat16):
     print(f"{dtype!s:15} atol {tolerance(dtype)[0]:.6f}   rtol {tolerance(dtype)[1]:.6f}")
 
 # %% [markdown]
-# These two numbers stand in one file, and whatever tests a kernel, a cache or a model borrows them from
-# there. A tolerance that each test invents for itself grows a little whenever a test fails.
+# These two numbers are in one file, and every test of a kernel, a cache or a small model imports them from
+# there. If each test had its own tolerance, it would grow a little whenever a test failed.
 #
 # ## Measure it
 #
-# Is there room between the noise and the faults? We know a right answer that was computed in another
-# way: PyTorch's own attention. And a plausible fault: the read that misses its oldest key. First a guess.
+# Is the tolerance larger than the noise, and smaller than a fault? PyTorch's own attention is a right answer
+# that was computed differently. A plausible fault is attention that misses its oldest key. Guess first.
 
 # %%
 today.predict(
@@ -280,11 +282,11 @@ today.predict(
 
 
 # %%
-def distances(history):
+def distances(kv_len):
     """The largest difference from the oracle: three right answers, and a fault."""
     q = torch.randn(1, n_q, 1, head_dim, generator=generator)
-    k_pool, v_pool = torch.randn(2, 2 * history, n_kv, head_dim, generator=generator)
-    slots = torch.randperm(2 * history, generator=generator)[:history]
+    k_pool, v_pool = torch.randn(2, 2 * kv_len, n_kv, head_dim, generator=generator)
+    slots = torch.randperm(2 * kv_len, generator=generator)[:kv_len]
     found = {}
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         inputs = [x.to(dtype) for x in (q, k_pool, v_pool)]
@@ -300,6 +302,7 @@ def distances(history):
 lengths = (16, 64, 256, 1_024, 4_096)
 measured = {n: distances(n) for n in lengths}
 assert all(row[torch.float32] < ATOL < 0.1 * row["fault"] for row in measured.values())
+assert measured[4_096]["fault"] < tolerance(torch.bfloat16)[0]
 print("float32 noise below ATOL, a missing key ten times above it, at every length")
 
 # %%
@@ -307,7 +310,7 @@ from nanoserve.course.plots import COLOURS, figure, label_line, line, log2_axis,
 
 fig, ax = figure(
     height=5.0,
-    xlabel="tokens of history",
+    xlabel="tokens in the cache",
     ylabel="largest difference from the oracle",
     title="Noise, faults, and the line between them",
 )
@@ -329,27 +332,28 @@ ax.set(xlim=(11, 13_000), xticks=lengths)
 fig
 
 # %% [markdown]
-# Read it from the bottom. In float32, PyTorch's attention is some thirty times nearer to ours than the
-# line allows: two right answers, added in different orders. Far above the line stands the fault.
-# Between noise and fault lie more than four powers of ten, and the line has its place there.
+# Read the plot from the bottom. In float32, the difference between PyTorch's attention and ours is below
+# ATOL at every length: two right answers, added in different orders. The fault is more than ten times above
+# it. The cell above asserts both, so the dashed line separates them on your machine too.
 #
-# The plot leaves out float16's line, at 0.002. Now look at bfloat16. Its line is at 0.016,
-# and the fault **crosses it** near 1,000 tokens: one key of thousands is a small part of the mixture, smaller than what rounding alone may do. A bfloat16 test of
-# a long history would pass a kernel that loses a key. So faults are hunted in float32, on short histories,
-# with poison, and 16-bit tests only ask whether the dtype is handled at all.
+# Now look at bfloat16. Its tolerance is 0.016, and at 4,096 tokens the fault is **below it**: one key of
+# thousands changes the average less than rounding may. A bfloat16 test with a long context would pass a
+# kernel that loses a key. So tests look for faults in float32, with few tokens and with poison. The tests
+# in 16 bits only check that the dtype is handled at all. (The plot leaves out float16's tolerance, 0.002.)
 #
-# What the plot does not show: keys of a real model are not random numbers. Its scores are sharper,
-# and a missing key may matter much more, or not at all.
+# The plot does not show a real model. Its keys are not random numbers: its scores are sharper, and a
+# missing key may matter much more, or not at all.
 #
 # ## With your own code
 #
-# The package's cache calls this function already; tomorrow you see where. If yours passed, every layer
-# of this answer goes through it.
+# The package's cache can call this function instead of a kernel; tomorrow you see where. `use_backend` asks
+# for it, and inside `today.mine()` it is yours: if yours passed, every layer of this answer calls it.
 
 # %%
 from nanoserve import LLM, SamplingParams
+from nanoserve.kernels.dispatch import use_backend
 
-with today.mine():
+with today.mine(), use_backend("reference"):
     (answer,) = LLM("smollm2", cache="paged").generate(
         "The capital of France is", SamplingParams(max_tokens=6)
     )
@@ -359,18 +363,18 @@ assert answer.text.startswith(" Paris")
 # %% [markdown]
 # ## What you learned
 #
-# 1. **Write the target before the thing that has to hit it,** in code so plain that it can be believed.
-# 2. **Equal where the sum is the same, close where only the meaning is.** Equality is the stronger
-#    test; give it up only when you must, and write down by how much.
-# 3. **A tolerance is a claim about faults:** it is good if right answers are far below and wrong ones far
-#    above. In bfloat16 a lost key can hide beneath it.
+# 1. **Write the target before the kernel that has to meet it,** in code so plain that you can believe it.
+# 2. **Ask for equality if the sum is the same, for closeness if only its order differs.** Equality is the
+#    stronger test; give it up only when you must, and write down by how much.
+# 3. **A tolerance is a claim about faults:** right answers must be far below it and wrong answers far
+#    above. In bfloat16 a lost key can be below it.
 #
 # ## Tomorrow
 #
-# The target stands, but in *your* attention nothing calls it yet. Day 19 adds one branch to attention,
-# and lets the cache attend by itself.
+# The target is frozen, but *your* attention does not call it yet. Day 19 adds one branch to attention, and
+# the cache attends by itself.
 #
-# **In one paragraph.** We wrote attention over scattered memory in the plainest way there is: gather by
-# slot, then the sum of Day 6. It is byte-equal to that sum on every shape, and NaN in every other
-# slot cannot touch it. Then we measured how far right answers and wrong ones lie from it, and drew the
-# line between them once, in one file, for every kernel to come.
+# **In one paragraph.** We wrote attention over scattered memory as plainly as possible: gather by slot,
+# then the sum of Day 6. It is byte-equal to that sum on every shape, and NaN in every other slot does not
+# change it. Then we measured how far right answers and wrong answers are from it, and set one tolerance
+# between them, in one file, for every kernel to come.

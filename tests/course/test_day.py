@@ -1,5 +1,6 @@
 """What a notebook calls: every method ends in one readable output."""
 
+import importlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -7,8 +8,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanoserve.course import day, store
+from nanoserve.course import answers, day, store
 from nanoserve.course.exercise import CourseError
+from nanoserve.course.exercises import exercises_of
+from nanoserve.kernels import dispatch, tlsim
+from nanoserve.kernels.tlsim.launch import Kernel
+
+
+def triton_jit():
+    try:
+        return importlib.import_module("triton").jit
+    except ImportError:
+        return tlsim.jit
+
 
 RIGHT = "def scale_rows(x, f):\n    return x * f.reshape(-1, 1)\n"
 LOUD = "def scale_rows(x, f):\n    return 100 * 0.01 * x * f[:, None] + 0.0\n"
@@ -67,7 +79,7 @@ def test_an_answer_that_cannot_be_saved_has_still_passed(today, cell, work, caps
     today.check(cell(source).scale_rows)
     out = said(capsys)
     assert "all 2 cases pass" in out
-    assert "not saved: it uses `one`, a Tensor of this notebook" in out
+    assert "not saved: it uses `one`, a tensor of this notebook" in out
     assert store.Progress.load().passed(4) == ["scale_rows"]
 
 
@@ -91,7 +103,11 @@ def test_mine_runs_the_engine_with_the_saved_answer_and_puts_all_back(today, cel
     said(capsys)
     with today.mine():
         assert toy.caller.engine_run(x, f) == 9.0
-    assert said(capsys) == "Running with your scale_rows (Day 4).\nmine ran"
+    assert said(capsys).splitlines() == [
+        "Running with your scale_rows (Day 4).",
+        "mine ran",
+        "Your scale_rows (Day 4) was called once.",
+    ]
     assert toy.caller.scale_rows is toy.engine.scale_rows is original
     with pytest.raises(ZeroDivisionError), today.mine():
         assert toy.caller.scale_rows is not original
@@ -121,18 +137,134 @@ def test_mine_of_everything_takes_all_days(toy, cell, capsys):
     assert said(capsys) == "No saved answer of Day 9 yet: the engine runs with its own code."
     with day(9).mine(everything=True):
         pass
-    assert said(capsys) == "Running with your scale_rows (Day 4)."
+    told = "Running with your scale_rows (Day 4).\nYour scale_rows (Day 4) was not called."
+    assert said(capsys) == told
 
 
-def test_a_saved_answer_that_broke_since_is_told_and_left_out(today, cell, work, capsys):
+DAMAGE = {
+    "not Python": b"def scale_rows(:\n",
+    "another file's content": b"def other(x):\n    return x\n",
+    "empty": b"",
+    "no text": b"\xff\xfe\x00",
+    "a number": b"scale_rows = 3\n",
+    "raises": b"1 / 0\n",
+    "exits": b"raise SystemExit\n",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_answer_is_one_sentence_and_the_others_run(
+    today, cell, toy, work, capsys, damage
+):
+    space = {"__name__": "__main__", "Counter": toy.engine.Counter}
+    grown = "class Counter(Counter):\n    def step(self, by):\n        self.count += 1 * by\n"
+    today.check(cell(grown + "        return self.count\n", space).Counter)
     today.check(cell(RIGHT).scale_rows)
-    (work / "answers/day04_scale_rows.py").write_text("def scale_rows(:\n")
+    saved = work / "answers/day04_scale_rows.py"
+    saved.write_bytes(DAMAGE[damage])
+    said(capsys)
+    with today.mine() as calls:
+        toy.caller.Counter(2).step(3)
+    before, _ = said(capsys).splitlines()
+    assert before.startswith("Your scale_rows (Day 4) cannot be loaded: ")
+    assert before.endswith(" Run its check once more. Running with your Counter (Day 4).")
+    assert "attribute" not in before
+    assert calls == {"Counter": 1}
+    today.check(cell(RIGHT).scale_rows)
+    assert "Saved" in said(capsys)
+    assert saved.with_name(saved.name + ".bak").read_bytes() == DAMAGE[damage]
+
+
+def test_when_no_answer_can_be_loaded_the_engine_runs_with_its_own_code(today, cell, work, capsys):
+    today.check(cell(RIGHT).scale_rows)
+    (work / "answers/day04_scale_rows.py").write_text("1 / 0\n")
     said(capsys)
     with today.mine():
         pass
-    out = said(capsys)
-    assert "Your scale_rows cannot be loaded: " in out
-    assert "its own code" in out
+    assert said(capsys).endswith("Run its check once more. The engine runs with its own code.")
+
+
+def test_mine_says_what_is_saved_and_has_no_place_in_the_engine(today, cell, capsys):
+    today.check(cell("def double(n):\n    return n + n\n").double)
+    said(capsys)
+    with today.mine():
+        pass
+    assert said(capsys) == (
+        "Saved, but with no place in the engine: double. "
+        "No saved scale_rows, Counter of Day 4 yet: the engine runs with its own code."
+    )
+
+
+ENGINE_CLASS = """
+import functools
+
+class Store:
+    def __init__(self, items):
+        self.items = list(items)
+
+    @property
+    def size(self):
+        return len(self.items)
+
+    @size.setter
+    def size(self, size):
+        del self.items[size:]
+
+    @staticmethod
+    def one():
+        return 1
+
+    @classmethod
+    def of(cls, *items):
+        return cls(items)
+
+    def each(self):
+        yield from self.items
+
+    @functools.cached_property
+    def total(self):
+        return sum(self.items)
+"""
+
+
+def test_calls_of_all_kinds_of_methods_are_counted_and_none_is_changed(toy, cell):
+    exec(ENGINE_CLASS, toy.engine.__dict__)
+    exercise = replace(toy.day.EXERCISES[2], name="Store", target="nanoserve.toy:Store")
+    definition = cell(ENGINE_CLASS).Store
+    before = dict(vars(definition))
+    answer = answers.Answer(4, exercise, definition)
+    with answers.installed([answer]):
+        store_class = toy.engine.Store
+        assert store_class is definition
+        made = store_class.of(1, 2, 3)
+        assert answer.calls == 2  # of, and __init__
+        assert (made.size, store_class.one(), list(made.each()), made.total) == (3, 1, [1, 2, 3], 6)
+        assert answer.calls == 5
+        made.size = 1
+        assert made.items == [1]
+        assert answer.calls == 6
+        assert type(made) is definition
+        assert store_class.each.__name__ == "each"
+    assert dict(vars(definition)) == before
+    assert answer.told == "Methods of your Store (Day 4) were called 6 times."
+    assert (made.size, answer.calls) == (1, 6)
+
+
+@pytest.mark.parametrize("jit", [None, tlsim.jit, triton_jit()], ids=["plain", "tlsim", "triton"])
+def test_launches_of_a_kernel_are_counted(jit):
+    """Under tlsim the engine launches a kernel that it makes of the answer, whatever that is."""
+    [exercise] = [e for e in exercises_of(22) if e.target]
+    kernel = tlsim.jit(exercise.reference()).fn
+    answer = answers.Answer(22, exercise, jit(kernel) if jit else kernel)
+    q, pool = torch.ones(1, 6, 1, 8), torch.ones(5, 2, 8)
+    before = Kernel.__getitem__, dispatch.paged_attention_kernel
+    with answers.installed([answer]), dispatch.use_backend("tlsim"):
+        for _ in range(3):
+            dispatch.paged_attention_dispatch(q, pool, pool, torch.arange(5), 3)
+        gather = tlsim.jit(exercises_of(21)[-1].reference())
+        gather[(0, 1)]
+    assert answer.told == "Your paged_attention_kernel (Day 22) was launched 3 times."
+    assert (Kernel.__getitem__, dispatch.paged_attention_kernel) == before
 
 
 def test_a_puzzle_without_a_place_in_the_engine_is_saved_too(today, cell, work, capsys):
@@ -240,6 +372,35 @@ def test_a_choice_must_be_one_of_the_choices(today, capsys):
 def test_no_guess_is_the_same_two_lines_each_time(today, capsys):
     today.predict("speed", "How fast?")
     assert said(capsys) == "How fast?\nNo guess yet: put yours in place of None."
+    assert today.guess_text("speed") == "none yet"
+
+
+def test_a_guess_from_before_stays_and_is_said(today, capsys):
+    today.predict("speed", "How fast?", guess=3)
+    for again in (today, day(4)):
+        said(capsys)
+        again.predict("speed", "How fast?", guess=None)
+        assert said(capsys) == "How fast?\nYour guess from before: 3"
+        assert again.guess("speed") == 3
+        assert again.guess_text("speed") == "3"
+    today.predict("shape", "Which curve?", guess="linear", choices=("linear", "cubic"))
+    assert day(5).guess_text("shape", day=4) == "linear"
+
+
+@pytest.mark.parametrize(
+    ("guess", "bounds", "wanted"),
+    [
+        (60, {"low": 0, "high": 1}, "60 does not fit: a guess here is at least 0 and at most 1."),
+        (-0.5, {"low": 0}, "-0.5 does not fit: a guess here is at least 0."),
+        ("1e4", {"high": 9.5}, "10000 does not fit: a guess here is at most 9.5."),
+    ],
+)
+def test_a_guess_out_of_range_is_not_kept(today, guess, bounds, wanted, capsys):
+    today.predict("share", "Which share?", guess=guess, **bounds)
+    assert said(capsys) == f"Which share?\n{wanted}"
+    assert today.guess("share") is None
+    today.predict("share", "Which share?", guess=1, low=0, high=1)
+    assert today.guess("share") == 1
 
 
 def test_review_questions_and_glossary_have_a_plain_form(toy, capsys):
@@ -342,6 +503,9 @@ def test_in_a_real_kernel_answers_are_found_saved_and_shown(tmp_path):
     assert "ran over the time limit" in plain[2]
     assert "(in line 2: `return x.nonsense`)" in plain[3]
     assert "<table" in outputs[1][0].data["text/html"]
-    running, printed = outputs[5]
+    running, printed, counted = outputs[5]
     assert running.data["text/plain"] == "Running with your scale_rows (Day 4), Counter (Day 4)."
+    assert counted.data["text/plain"] == (
+        "Your scale_rows (Day 4) was not called. Your Counter (Day 4) was called once."
+    )
     assert printed.text == "True 5\n"

@@ -208,7 +208,10 @@ def test_an_answer_s_source_brings_all_that_it_uses_and_no_more(cell):
 @pytest.mark.parametrize(
     ("source", "why"),
     [
-        ("weights = torch.zeros(3)\ndef f(x):\n    return x + weights", "`weights`, a Tensor"),
+        (
+            "weights = torch.zeros(3)\ndef f(x):\n    return x + weights",
+            "`weights`, a tensor of this notebook: make it inside",
+        ),
         ("f = lambda x: x", "is a lambda"),
         ("def make(n):\n    def f(x):\n        return x + n\n    return f\nf = make(2)", "inside"),
     ],

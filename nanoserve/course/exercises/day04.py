@@ -10,32 +10,35 @@ from nanoserve.course import widgets
 from nanoserve.course.exercise import Case, Exercise, close, wrong
 from nanoserve.course.exercises.day01 import SMOLLM2
 from nanoserve.course.plots import COLOURS, figure, label_line
-from nanoserve.layers import rms_norm, rope_frequencies, rotate_half
+from nanoserve.layers import plain_frequencies, rms_norm, rope_frequencies, rotate_half
 
 # rms_norm
 
 
 def _norm_cases() -> list[Case]:
+    """Weight, axis, eps and dtype have cases of their own: no mistake hides another."""
     random = torch.Generator().manual_seed(4)
     x, weight = torch.randn(2, 5, 12, generator=random), torch.randn(12, generator=random)
     ones = torch.ones(8)
+
+    def case(what, x, weight, eps, kind, compare=None) -> Case:
+        return Case(what, (x, weight, eps), kind=kind, compare=compare or close())
+
+    half = close(atol=1e-2, rtol=0)
     return [
-        Case(
-            "one vector, (3, 4), weight (1, 1), eps 0",
-            (torch.tensor([[3.0, 4.0]]), torch.ones(2), 0.0),
-            kind="formula",
-            compare=close(),
-        ),
-        Case("2 texts of 5 tokens of 12 numbers", (x, weight, 1e-5), kind="axis", compare=close()),
-        Case("the same, eps 0.5", (x, weight, 0.5), kind="eps", compare=close()),
-        Case("a vector of zeros, eps 1e-5", (torch.zeros(1, 8), ones, 1e-5), kind="eps"),
-        Case(
-            "float16, every number 300",
-            (torch.full((5, 8), 300.0).half(), ones.half(), 1e-5),
-            kind="dtype",
-            compare=close(atol=1e-2, rtol=0),
-        ),
-    ]
+        case("one vector, (3, 4), weight (1, 1), eps 0", torch.tensor([[3.0, 4.0]]), torch.ones(2),
+             0.0, "formula"),
+        case("a vector of ones, weight 1 to 6, eps 0", torch.ones(1, 6), torch.arange(1.0, 7.0),
+             0.0, "weight"),
+        case("2 texts of 5 tokens of 12 numbers, weight 1", x, torch.ones(12), 1e-5, "axis"),
+        case("the same with another weight", x, weight, 1e-5, "axis"),
+        case("(3, 4), eps 0.5", torch.tensor([[3.0, 4.0]]), torch.ones(2), 0.5, "eps"),
+        case("a vector of zeros, eps 1e-5", torch.zeros(1, 8), ones, 1e-5, "eps"),
+        case("float16, every number 2", torch.full((5, 8), 2.0).half(), ones.half(), 1e-5, "dtype",
+             half),
+        case("float16, every number 300", torch.full((5, 8), 300.0).half(), ones.half(), 1e-5,
+             "square", half),
+    ]  # fmt: skip
 
 
 _NORM_HINTS = {
@@ -44,6 +47,11 @@ _NORM_HINTS = {
         "For (3, 4) the mean of the squares is 12.5, so each number is divided by 3.5355.",
         "`x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight`; rsqrt is one over "
         "the square root.",
+    ),
+    "weight": (
+        "Here the norm changes nothing, so the result is the weight. What does yours do with it?",
+        "After the division, number i of each vector is multiplied by weight[i].",
+        "`h * weight`: the weight [n] fits the last axis of any x.",
     ),
     "axis": (
         "Each token is normed by itself. Over which axis do its numbers lie?",
@@ -56,6 +64,11 @@ _NORM_HINTS = {
         "`torch.rsqrt(mean + eps)`",
     ),
     "dtype": (
+        "Which dtype goes in, and which comes out of yours?",
+        "The work is done in float32, and the result returns to the dtype of x.",
+        "End with `h.to(x.dtype) * weight`.",
+    ),
+    "square": (
         "The square of 300 is 90,000, and float16 ends at 65,504.",
         "Square and average in float32, then return to the type that came in.",
         "Begin with `h = x.float()`, work on h, and end with `h.to(x.dtype) * weight`.",
@@ -76,6 +89,23 @@ def _layer_norm(x, weight, eps):
 def _no_root(x, weight, eps):
     h = x.float()
     return (h / (h.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
+
+
+@wrong("The standard deviation measures from the mean. The root mean square measures from 0.")
+def _deviation(x, weight, eps):
+    h = x.float()
+    return (h / (h.var(-1, keepdim=True, correction=0) + eps).sqrt()).to(x.dtype) * weight
+
+
+@wrong("The weight is added. Number i is multiplied by weight[i], as the last step.")
+def _weight_added(x, weight, eps):
+    return rms_norm(x, torch.ones_like(weight), eps) + weight
+
+
+@wrong("The vector is multiplied by its root mean square. It is divided by it: rsqrt, not sqrt.")
+def _multiplied_by(x, weight, eps):
+    h = x.float()
+    return (h * (h.square().mean(-1, keepdim=True) + eps).sqrt()).to(x.dtype) * weight
 
 
 @wrong("The squares are summed. The M of RMS is the mean: divide the sum by their number.")
@@ -132,7 +162,7 @@ RMS_NORM = Exercise(
     "nanoserve.layers:rms_norm",
     wrong=(
         _layer_norm, _no_root, _sum, _over_all, _over_tokens, _no_weight, _one_plus,
-        _eps_outside, _no_eps, _in_half, _stays_wide,
+        _eps_outside, _no_eps, _in_half, _stays_wide, _deviation, _weight_added, _multiplied_by,
     ),
 )  # fmt: skip
 
@@ -219,7 +249,7 @@ ROTATE_HALF = Exercise(
     ),
 )  # fmt: skip
 
-# rope_frequencies
+# plain_frequencies and rope_frequencies
 
 PLAIN = replace(SMOLLM2, hidden_size=48, n_q=6, n_kv=2, head_dim=8, rope_theta=10_000.0)
 LLAMA3 = replace(
@@ -236,26 +266,54 @@ SHORT = replace(
 )  # fmt: skip
 
 
-def _frequency_cases() -> list[Case]:
+def _frequency_cases(*cases) -> list[Case]:
     agree = close(atol=1e-12, rtol=1e-5)
-    wide = replace(PLAIN, head_dim=14)
-    cases = [
-        ("head_dim 8, theta 10,000, no scaling", PLAIN, "plain"),
-        ("6 heads of 14 in a hidden size of 48", wide, "plain"),
-        ("Llama 3.2: factor 32 over 8,192 tokens", LLAMA3, "scaled"),
-        ("factor 5 over 100 tokens, between 2 and 6 turns", SHORT, "scaled"),
-    ]
     return [Case(what, (config,), kind=kind, compare=agree) for what, config, kind in cases]
 
 
-_FREQUENCY_HINTS = {
+def _plain_cases() -> list[Case]:
+    return _frequency_cases(
+        ("head_dim 8, theta 10,000", PLAIN, "plain"),
+        ("6 heads of 14 in a hidden size of 48", replace(PLAIN, head_dim=14), "width"),
+        ("SmolLM2: head_dim 64, theta 100,000", SMOLLM2, "plain"),
+        ("a config with rope_scaling: it changes nothing yet", SHORT, "unscaled"),
+    )
+
+
+def _scaled_cases() -> list[Case]:
+    return _frequency_cases(
+        ("no scaling, head_dim 8", PLAIN, "plain"),
+        ("Llama 3.2: factor 32 over 8,192 tokens", LLAMA3, "scaled"),
+        ("factor 5 over 100 tokens, between 2 and 6 turns", SHORT, "scaled"),
+    )
+
+
+_PLAIN_HINTS = {
     "plain": (
         "Pair 0 turns by 1 radian per token, and the last pair by a little more than 1 / theta. "
         "Which exponents do that?",
-        "Pair i has theta ** (-2i / head_dim), for i from 0 to head_dim / 2 - 1. head_dim is a "
-        "field of the config: it need not be hidden_size / n_q.",
+        "Pair i has theta ** (-2i / head_dim), for i from 0 to head_dim / 2 - 1.",
         "`exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim`, "
         "then `1.0 / config.rope_theta**exponents`.",
+    ),
+    "width": (
+        "How many pairs has a head here? The check's config says head_dim = 14.",
+        "head_dim is a field of the config: it need not be hidden_size / n_q, which is 8 here.",
+        "Use `config.head_dim` in both places: where the pairs are counted and in the exponent.",
+    ),
+    "unscaled": (
+        "Two fields of the config are enough here. Does your function look at a third one?",
+        "rope_scaling is for the next function. This one uses head_dim and rope_theta alone.",
+        "Leave `config.rope_scaling` out: theta ** (-2i / head_dim) is all.",
+    ),
+}
+
+_SCALED_HINTS = {
+    "plain": (
+        "What does your function return where config.rope_scaling is None?",
+        "Without scaling nothing changes: the plain frequencies.",
+        "`frequencies = plain_frequencies(config)`, then "
+        "`if config.rope_scaling is None: return frequencies`.",
     ),
     "scaled": (
         "Count how often each pair turns within original_context tokens. That number decides.",
@@ -267,9 +325,65 @@ _FREQUENCY_HINTS = {
 }
 
 
-def _plain(config, sign=-1.0, step=2):
-    exponents = torch.arange(config.head_dim // 2, dtype=torch.float32) * step / config.head_dim
-    return config.rope_theta ** (sign * exponents)
+@wrong("The exponent lacks its 2: pair i has theta ** (-2i / head_dim).")
+def _no_two(config):
+    return config.rope_theta ** (-torch.arange(config.head_dim // 2) / config.head_dim)
+
+
+@wrong("The exponent lacks its minus sign: later pairs turn more slowly, not faster.")
+def _no_minus(config):
+    return 1 / plain_frequencies(config)
+
+
+@wrong(
+    "The width of a head is taken as hidden_size / n_q. The config says head_dim, and may mean "
+    "another number."
+)
+def _derived_head(config):
+    return plain_frequencies(replace(config, head_dim=config.hidden_size // config.n_q))
+
+
+@wrong("There is a frequency for every number here; each pair has one: head_dim / 2 of them.")
+def _twice(config):
+    return torch.cat([plain_frequencies(config)] * 2)
+
+
+@wrong("These are the wavelengths, tokens per full turn. Wanted are radians per token.")
+def _wavelengths(config):
+    return 2 * math.pi / plain_frequencies(config)
+
+
+@wrong("The pairs are counted from 1. Pair 0 has exponent 0: it turns by 1 radian per token.")
+def _from_one(config):
+    exponents = torch.arange(2, config.head_dim + 2, 2, dtype=torch.float32) / config.head_dim
+    return config.rope_theta**-exponents
+
+
+@wrong("theta is written in as 10,000. It is a field of the config, rope_theta, and differs.")
+def _fixed_theta(config):
+    return plain_frequencies(replace(config, rope_theta=10_000.0))
+
+
+@wrong("rope_scaling is applied already. Here the frequencies are plain; scaling comes after them.")
+def _scaled_already(config):
+    return rope_frequencies(config)
+
+
+@wrong("The frequencies are float64. The tables are float32: make the exponents in float32.")
+def _double(config):
+    return plain_frequencies(config).double()
+
+
+PLAIN_FREQUENCIES = Exercise(
+    "plain_frequencies",
+    _plain_cases,
+    _PLAIN_HINTS,
+    "nanoserve.layers:plain_frequencies",
+    wrong=(
+        _no_two, _no_minus, _derived_head, _twice, _wavelengths, _from_one, _fixed_theta,
+        _scaled_already, _double,
+    ),
+)  # fmt: skip
 
 
 def _keep(config, frequencies, circle=2 * math.pi):
@@ -283,46 +397,26 @@ def _blended(config, keep, frequencies):
     return keep * frequencies + (1 - keep) * frequencies / config.rope_scaling.factor
 
 
-@wrong("The exponent lacks its 2: pair i has theta ** (-2i / head_dim).")
-def _no_two(config):
-    return _plain(config, step=1)
-
-
-@wrong("The exponent lacks its minus sign: later pairs turn more slowly, not faster.")
-def _no_minus(config):
-    return _plain(config, sign=1.0)
-
-
-@wrong("The width of a head is taken as hidden_size / n_q. The config says head_dim, and may mean "
-       "another number.")  # fmt: skip
-def _derived_head(config):
-    return rope_frequencies(replace(config, head_dim=config.hidden_size // config.n_q))
-
-
-@wrong("There is a frequency for every number here; each pair has one: head_dim / 2 of them.")
-def _twice(config):
-    return torch.cat([rope_frequencies(config)] * 2)
-
-
-@wrong("These are the wavelengths, tokens per full turn. Wanted are radians per token.")
-def _wavelengths(config):
-    return 2 * math.pi / rope_frequencies(config)
-
-
 @wrong("rope_scaling is ignored: these are the frequencies without it.")
 def _unscaled(config):
-    return _plain(config)
+    return plain_frequencies(config)
+
+
+@wrong("A config without scaling has rope_scaling None: return the plain frequencies then.")
+def _needs_scaling(config):
+    plain = plain_frequencies(config)
+    return _blended(config, _keep(config, plain), plain)
 
 
 @wrong("Every frequency is divided by the factor, the fast ones too. They should be kept.")
 def _all_slowed(config):
     scaling = config.rope_scaling
-    return _plain(config) / (scaling.factor if scaling else 1.0)
+    return plain_frequencies(config) / (scaling.factor if scaling else 1.0)
 
 
 @wrong("The two ends have changed places: fast pairs are kept, and slow ones slowed.")
 def _ends_swapped(config):
-    plain = _plain(config)
+    plain = plain_frequencies(config)
     if config.rope_scaling is None:
         return plain
     return _blended(config, 1 - _keep(config, plain), plain)
@@ -330,15 +424,25 @@ def _ends_swapped(config):
 
 @wrong("The middle is missing: pairs between `low` and `high` turns get a blend of both.")
 def _no_blend(config):
-    plain = _plain(config)
+    plain = plain_frequencies(config)
     if config.rope_scaling is None:
         return plain
     return _blended(config, (_keep(config, plain) > 0).float(), plain)
 
 
+@wrong("The share is not held between 0 and 1: past the two ends it goes on as a straight line.")
+def _no_clamp(config):
+    plain, scaling = plain_frequencies(config), config.rope_scaling
+    if scaling is None:
+        return plain
+    turns = scaling.original_context * plain / (2 * math.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    return _blended(config, (turns - low) / (high - low), plain)
+
+
 @wrong("The slow frequencies are multiplied by the factor. Slower means divided.")
 def _multiplied(config):
-    plain = _plain(config)
+    plain = plain_frequencies(config)
     if config.rope_scaling is None:
         return plain
     keep = _keep(config, plain)
@@ -347,24 +451,26 @@ def _multiplied(config):
 
 @wrong("The number of turns lacks 2 pi: a full turn is 2 pi radians, not 1.")
 def _no_circle(config):
-    plain = _plain(config)
+    plain = plain_frequencies(config)
     if config.rope_scaling is None:
         return plain
     return _blended(config, _keep(config, plain, circle=1.0), plain)
 
 
-@wrong("Turns are counted over the new context. original_context, what the model was trained on "
-       "first, decides.")  # fmt: skip
+@wrong(
+    "Turns are counted over the new context. original_context, what the model was trained on "
+    "first, decides."
+)
 def _new_context(config):
     if config.rope_scaling is None:
-        return _plain(config)
+        return plain_frequencies(config)
     scaling = replace(config.rope_scaling, original_context=config.context)
     return rope_frequencies(replace(config, rope_scaling=scaling))
 
 
 @wrong("The wavelengths are blended. The blend is between the two frequencies.")
 def _blended_waves(config):
-    plain = _plain(config)
+    plain = plain_frequencies(config)
     if config.rope_scaling is None:
         return plain
     keep = _keep(config, plain)
@@ -373,16 +479,16 @@ def _blended_waves(config):
 
 ROPE_FREQUENCIES = Exercise(
     "rope_frequencies",
-    _frequency_cases,
-    _FREQUENCY_HINTS,
+    _scaled_cases,
+    _SCALED_HINTS,
     "nanoserve.layers:rope_frequencies",
     wrong=(
-        _no_two, _no_minus, _derived_head, _twice, _wavelengths, _unscaled, _all_slowed,
-        _ends_swapped, _no_blend, _multiplied, _no_circle, _new_context, _blended_waves,
+        _unscaled, _needs_scaling, _all_slowed, _ends_swapped, _no_blend, _no_clamp, _multiplied,
+        _no_circle, _new_context, _blended_waves,
     ),
 )  # fmt: skip
 
-EXERCISES = (RMS_NORM, ROTATE_HALF, ROPE_FREQUENCIES)
+EXERCISES = (RMS_NORM, ROTATE_HALF, PLAIN_FREQUENCIES, ROPE_FREQUENCIES)
 
 
 def _draw_turn(position: int, pair: int):

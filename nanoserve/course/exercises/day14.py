@@ -9,9 +9,9 @@ from nanoserve.course.exercise import Case, Exercise, wrong
 
 
 def _tried(action, *args):
-    """What a call gives, or the name of the refusal it should be able to make.
+    """The result of a call, or the name of the error it raised.
 
-    By its name, since a notebook's KVCacheExhausted is a class of its own.
+    KVCacheExhausted is recognised by name, because a notebook defines its own class.
     """
     try:
         return action(*args)
@@ -24,15 +24,15 @@ def _tried(action, *args):
 
 
 def _rest(pool) -> list:
-    """What the pool still hands out, sorted; a pool that never ends is cut."""
+    """The blocks that the pool still hands out, sorted; at most twice num_blocks of them."""
     blocks = []
     while len(blocks) < 2 * pool.num_blocks and isinstance(block := _tried(pool.allocate), int):
         blocks.append(block)
     return sorted(blocks)
 
 
-def _one_by_one(answer: type, blocks: int, times: int) -> dict:
-    pool = answer(blocks, 16)
+def _one_by_one(answer: type, blocks: int, times: int, size: int = 16) -> dict:
+    pool = answer(blocks, size)
     taken = [_tried(pool.allocate) for _ in range(times)]
     return {"taken": taken, "free": pool.num_free}
 
@@ -47,10 +47,14 @@ def _taken_for(answer: type, size: int, *lengths: int) -> dict:
 
 
 def _ask(answer: type, tokens: int) -> dict:
-    """A pool of 5 blocks of 16 slots of which 2 are taken: what comes of asking for `tokens`."""
+    """Ask for `tokens` in a pool of 5 blocks of 16 slots, of which 2 are taken.
+
+    The order of the blocks is not compared: the text does not fix it.
+    """
     pool = answer(5, 16)
     pool.allocate_for(32)
     given = _tried(pool.allocate_for, tokens)
+    given = sorted(given) if isinstance(given, list) else given
     return {"given": given, "free": pool.num_free, "still handed out": _rest(pool)}
 
 
@@ -69,7 +73,7 @@ def _give_back(answer: type) -> dict:
 
 
 def _free_all(answer: type) -> dict:
-    """Two blocks taken in two ways and given back, twice over."""
+    """Take blocks with both methods and give them back; do this twice."""
     pool, seen = answer(3, 16), []
     for _ in range(2):
         for block in (pool.allocate(), *pool.allocate_for(20)):
@@ -79,7 +83,7 @@ def _free_all(answer: type) -> dict:
 
 
 def _free_these(answer: type, *ids: int) -> dict:
-    """A pool of 5 with blocks 0, 1 and 2 taken, and these ids given back."""
+    """Give these ids back to a pool of 5 of which blocks 0, 1 and 2 are taken."""
     pool = answer(5, 16)
     pool.allocate_for(48)
     told = [_tried(pool.free, block) for block in ids]
@@ -87,7 +91,7 @@ def _free_these(answer: type, *ids: int) -> dict:
 
 
 def _soak(answer: type) -> str:
-    """300 random steps; the first thing that does not hold."""
+    """Take 300 random steps; return the first broken invariant."""
     pool, owned, chance = answer(12, 16), [], random.Random(14)
     for step in range(300):
         if owned and chance.random() < 0.5:
@@ -109,6 +113,7 @@ def _cases() -> list[Case]:
     return [
         case("allocate: 3 of 5 blocks, one by one", "allocate", _one_by_one, 5, 3),
         case("allocate: 3 from a pool of 2", "allocate", _one_by_one, 2, 3),
+        case("allocate: 2 of 5 blocks of 1 slot", "allocate", _one_by_one, 5, 2, 1),
         case("blocks of 16: 1, 15, 16, 17, 33 tokens", "round", _taken_for, 16, 1, 15, 16, 17, 33),
         case("blocks of 5: 4, 5, 6, 16 tokens", "round", _taken_for, 5, 4, 5, 6, 16),
         case("0 tokens, and -1", "zero", _taken_for, 16, 0, -1),
@@ -154,8 +159,8 @@ class _Right(BlockAllocator):
 
 
 @wrong(
-    "A block that is free already can be given back again. It then lies in the pool twice, and two "
-    "sequences will get it: refuse it with a ValueError."
+    "free accepts a block that is already free. The block is then in the pool twice, and two "
+    "sequences will get it. Raise ValueError."
 )
 class _DoubleFree(_Right):
     def free(self, block_id):
@@ -166,8 +171,8 @@ class _DoubleFree(_Right):
 
 
 @wrong(
-    "It only asks whether the block is free already, so an id that was never in the pool is "
-    "accepted and handed out. Ask whether it is owned."
+    "free only checks that the block is not free yet. So it accepts an id that was never in the "
+    "pool, and allocate hands that id out. Check that the block is owned."
 )
 class _Foreign(_Right):
     def free(self, block_id):
@@ -178,8 +183,8 @@ class _Foreign(_Right):
 
 
 @wrong(
-    "free checks nothing, neither a block that is free already nor an id that was never in the "
-    "pool. Only what is in self._owned can be given back."
+    "free checks nothing: it accepts a block that is already free, and an id that was never in the "
+    "pool. Only a block in self._owned can be given back."
 )
 class _ChecksNothing(_Right):
     def free(self, block_id):
@@ -188,8 +193,8 @@ class _ChecksNothing(_Right):
 
 
 @wrong(
-    "A block that is free already is passed over in silence. The caller has lost count of what it "
-    "owns: say so with a ValueError."
+    "free ignores a block that is already free. The caller has made a mistake and must be told: "
+    "raise ValueError."
 )
 class _Silent(_Right):
     def free(self, block_id):
@@ -198,8 +203,8 @@ class _Silent(_Right):
 
 
 @wrong(
-    "free puts the block on the stack and leaves it in self._owned too, so it is both, and can be "
-    "given back a second time."
+    "free puts the block on the stack and also leaves it in self._owned. So the block is free and "
+    "owned at once, and it can be given back a second time."
 )
 class _StaysOwned(_Right):
     def free(self, block_id):
@@ -209,8 +214,8 @@ class _StaysOwned(_Right):
 
 
 @wrong(
-    "free takes the block from its owner and does not put it back on the stack. The pool shrinks "
-    "with each one."
+    "free removes the block from self._owned but does not put it back on the stack. The pool "
+    "shrinks with each call."
 )
 class _Leaks(_Right):
     def free(self, block_id):
@@ -219,8 +224,8 @@ class _Leaks(_Right):
 
 
 @wrong(
-    "On exhaustion half of the blocks have been taken already, and nobody has them. Count first, "
-    "then take: all or none."
+    "When the blocks run out, some of them are already taken, and no caller owns them. "
+    "Count first, then take: all or none."
 )
 class _Half(_Right):
     def allocate_for(self, num_tokens):
@@ -235,8 +240,8 @@ class _Half(_Right):
 
 
 @wrong(
-    "Where there are too few blocks it gives what there is. The caller asked for room for all its "
-    "tokens: raise KVCacheExhausted and take nothing."
+    "When there are too few blocks, allocate_for returns the few that are left. The caller needs "
+    "slots for all its tokens: raise KVCacheExhausted and take nothing."
 )
 class _WhatThereIs(_Right):
     def enough(self, needed):
@@ -258,21 +263,21 @@ class _RoundsDown(_Right):
 
 
 @wrong(
-    "Off by one at the boundary: 16 tokens fill one block of 16 and take no second one. Round up, "
-    "do not add one."
+    "Off by one at the boundary: 16 tokens fill one block of 16 and need no second block. Round "
+    "up instead of adding one."
 )
 class _OneMore(_Right):
     def needed(self, num_tokens):
         return num_tokens // self.block_size + 1
 
 
-@wrong("0 tokens take a block. They need none, and an empty list is a fine answer.")
+@wrong("0 tokens take a block. They need no block: return an empty list.")
 class _AtLeastOne(_Right):
     def needed(self, num_tokens):
         return max(1, super().needed(num_tokens))
 
 
-@wrong("It takes a block for each token. A block has room for block_size of them.")
+@wrong("It takes a block for each token. A block holds block_size tokens.")
 class _BlockPerToken(_Right):
     def needed(self, num_tokens):
         return num_tokens
@@ -285,7 +290,7 @@ class _Always16(_Right):
 
 
 @wrong(
-    "A number of tokens below 0 is taken for 0. It is a mistake of the caller: raise ValueError."
+    "A negative number of tokens is treated as 0. It is a mistake of the caller: raise ValueError."
 )
 class _Negative(_Right):
     def allocate_for(self, num_tokens):
@@ -293,8 +298,8 @@ class _Negative(_Right):
 
 
 @wrong(
-    "It looks at the top of the stack and does not take it off, so everybody is given the same "
-    "block. Use pop()."
+    "It reads the top of the stack and does not remove it, so every caller gets the same block. "
+    "Use pop()."
 )
 class _Peeks(_Right):
     def take(self):
@@ -303,7 +308,7 @@ class _Peeks(_Right):
 
 
 @wrong(
-    "The blocks that it hands out are not noted in self._owned, so their owner cannot give them "
+    "The blocks that it hands out are not added to self._owned, so their owner cannot give them "
     "back."
 )
 class _NotNoted(_Right):
@@ -312,7 +317,7 @@ class _NotNoted(_Right):
 
 
 @wrong(
-    "allocate_for notes its blocks in self._owned, and allocate does not: what allocate gave "
+    "allocate_for adds its blocks to self._owned, and allocate does not. So a block from allocate "
     "cannot be given back."
 )
 class _AllocateNotNoted(_Right):
@@ -322,15 +327,15 @@ class _AllocateNotNoted(_Right):
         return block
 
 
-@wrong("The last free block is never handed out: exactly enough is enough.")
+@wrong("The last free block is never handed out. If 3 are needed and 3 are free, hand them out.")
 class _KeepsOne(_Right):
     def enough(self, needed):
         return needed < len(self._free) or needed == 0
 
 
 @wrong(
-    "It takes from the bottom of the list. Free blocks are a stack: the one given back last is "
-    "taken next, from the end."
+    "It takes from the beginning of the list. Free blocks are a stack: the block that was given "
+    "back last is taken next, from the end of the list."
 )
 class _Bottom(_Right):
     def take(self):
@@ -340,8 +345,8 @@ class _Bottom(_Right):
 
 
 @wrong(
-    "An empty pool shows as Python's own IndexError. Whoever calls it waits for KVCacheExhausted: "
-    "count before you pop."
+    "An empty pool raises Python's own IndexError. The caller catches KVCacheExhausted: count "
+    "before you pop."
 )
 class _IndexError(_Right):
     def enough(self, needed):
@@ -361,7 +366,8 @@ class _GivesList(_Right):
 
 
 @wrong(
-    "allocate_for gives how many blocks it took. Their owner needs to know which: a list of ids."
+    "allocate_for returns the number of blocks. The owner needs to know which blocks: return a "
+    "list of ids."
 )
 class _GivesCount(_Right):
     def allocate(self):
@@ -376,10 +382,10 @@ ALLOCATOR = Exercise(
     _cases,
     hints={
         "allocate": (
-            "Two places must change when a block changes hands: the stack of free blocks, and the "
-            "set of owned ones. What if the stack is empty?",
-            "self._free.pop() takes the block that was given back last; note it in self._owned. "
-            "With nothing free, raise KVCacheExhausted before anything has changed.",
+            "Two collections change when a block is handed out: the stack of free blocks and the "
+            "set of owned blocks. What happens if the stack is empty?",
+            "self._free.pop() takes the block that was given back last; add it to self._owned. "
+            "If no block is free, raise KVCacheExhausted before anything has changed.",
             "One block is what 1 token needs: return self.allocate_for(1)[0]",
         ),
         "round": (
@@ -391,29 +397,30 @@ ALLOCATOR = Exercise(
         ),
         "zero": (
             "What do 0 tokens need? And what could -1 tokens mean?",
-            "0 tokens need no block: the answer is an empty list. Fewer than 0 is a mistake of the "
+            "0 tokens need no block: return an empty list. A negative number is a mistake of the "
             "caller.",
             'if num_tokens < 0: raise ValueError(f"num_tokens must be at least 0, got '
             '{num_tokens}")',
         ),
         "all": (
-            "When is it too late to find out that there are too few blocks?",
-            "Count before you take: compare what is needed with self.num_free, and raise while "
-            "nothing has changed. Exactly enough is enough.",
+            "allocate_for must change nothing when it raises. So when must it count the free "
+            "blocks?",
+            "Count before you take: compare the number of blocks needed with self.num_free, and "
+            "raise while nothing has changed. If both numbers are equal, there are enough.",
             "if needed > self.num_free: raise KVCacheExhausted(...) must stand before the first "
             "pop.",
         ),
         "free": (
-            "A block that is given back has to leave one place and come to another.",
+            "A block that is given back leaves one collection and enters the other.",
             "self._owned.remove(block_id), and self._free.append(block_id): on top of the stack, "
             "where the next allocate finds it.",
             "For each block taken: blocks = [self._free.pop() for _ in range(needed)] and "
             "self._owned.update(blocks). For each one given back: remove, then append.",
         ),
         "refuse": (
-            "Who may give a block back? Which set knows?",
-            "Only an owned block can be given back. That one question covers the block that is "
-            "free already and the id that never existed.",
+            "Which blocks may be given back? Which collection holds them?",
+            "Only an owned block can be given back. One test covers both mistakes: the block that "
+            "is already free, and the id that was never in the pool.",
             'if block_id not in self._owned: raise ValueError(f"block {block_id} is not owned")',
         ),
     },

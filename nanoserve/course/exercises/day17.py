@@ -218,6 +218,14 @@ def _freed(answer: type, tokens: int, times: int = 1) -> dict:
     return _state(cache)
 
 
+def _broken_off(answer: type) -> dict:
+    """A first step that stops after layer 0: the cache owns blocks, and seq_len is still 0."""
+    cache = answer(scattered_pool())
+    step(cache, 9, 0, layers=1)
+    cache.free()
+    return _state(cache)
+
+
 def _poisoned(answer: type) -> dict:
     cache = answer(_used(KVPool, poison=True))
     step(cache, 9, 0)
@@ -249,6 +257,7 @@ def _free_cases() -> list[Case]:
         Case("after 9 tokens", (9,), call=_freed, kind="blocks"),
         Case("freed twice", (9, 2), call=_freed, kind="twice"),
         Case("a cache that never held anything", (0,), call=_freed, kind="twice"),
+        Case("a first step that failed after layer 0", call=_broken_off, kind="owned"),
         Case("what lies in the freed slots", call=_poisoned, kind="poison"),
         Case("a neighbour stays and reads on", call=_neighbour, kind="blocks"),
         Case("the cache is used again, beside a newcomer", call=_used_again, kind="forget"),
@@ -285,6 +294,17 @@ def _past_the_pool(self):
 )
 def _new_table(self):
     self.table = BlockTable(self.pool.allocator)
+    self.seq_len = self._mapped = 0
+
+
+@wrong(
+    "A cache whose seq_len is 0 can own blocks: its first step took them and failed before the "
+    "last layer. Release the table whatever the length is."
+)
+def _asks_the_length(self):
+    if self.seq_len == 0:
+        return
+    self.pool.release(self.table)
     self.seq_len = self._mapped = 0
 
 
@@ -353,6 +373,13 @@ FREE = Exercise(
             "Nothing, and nothing is an answer: releasing an empty table does no harm.",
             "No `if` and no `raise` is needed: self.pool.release(self.table) can be repeated.",
         ),
+        "owned": (
+            "When does a cache take its blocks: before the first layer is written, or after the "
+            "last?",
+            "_map takes the blocks in layer 0, and seq_len changes in the last layer. A step that "
+            "fails in between leaves blocks with seq_len 0.",
+            "No test of seq_len: self.pool.release(self.table) in every case.",
+        ),
         "poison": (
             "Who poisons the slots that are given back?",
             "KVPool.release does, which you have just written. self.table.free() goes past it.",
@@ -368,7 +395,8 @@ FREE = Exercise(
     },
     target="nanoserve.cache:PagedKVCache.free",
     wrong=(
-        _keeps_the_length, _keeps_the_mapping, _past_the_pool, _new_table, _last_block,
+        _keeps_the_length, _keeps_the_mapping, _past_the_pool, _new_table, _asks_the_length,
+        _last_block,
         _only_forgets, _once_only, _double_free, _new_allocator, _wipes_all,
     ),
 )  # fmt: skip

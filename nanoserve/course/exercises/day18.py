@@ -14,7 +14,7 @@ def slots_of(blocks: list[int], kv_len: int) -> torch.Tensor:
     return torch.tensor(slots[:kv_len])
 
 
-def a_read(
+def a_case(
     query_len: int, slots: torch.Tensor, n_q: int = N_Q, n_kv: int = N_KV, poison: bool = False
 ) -> tuple:
     """(q, k_pool, v_pool, slot_mapping, n_rep), at random; NaN outside the history on request."""
@@ -33,17 +33,17 @@ def _cases() -> list[Case]:
         return Case(what, args, kwargs, kind=kind, compare=close(1e-6, 1e-5))
 
     return [
-        case("decode: 1 query, 7 tokens, blocks 5 and 2", "gather", a_read(1, slots_of([5, 2], 7))),
-        case("prefill: 5 queries, blocks 1 and 8", "band", a_read(5, slots_of([1, 8], 5))),
-        case("continuation: 3 queries, 9 tokens", "band", a_read(3, slots_of([6, 0, 3], 9))),
-        case("descending blocks 7, 4, 1", "gather", a_read(2, slots_of([7, 4, 1], 11))),
-        case("MQA: one KV head", "heads", a_read(2, slots_of([3, 9], 6), n_kv=1)),
-        case("MHA: six KV heads", "heads", a_read(2, slots_of([9, 3], 8), n_kv=N_Q)),
-        case("scale 0.5", "scale", a_read(3, slots_of([2, 6], 5)), scale=0.5),
-        case("NaN in every other slot", "gather", a_read(3, slots_of([4, 1], 7), poison=True)),
+        case("decode: 1 query, 7 tokens, blocks 5 and 2", "gather", a_case(1, slots_of([5, 2], 7))),
+        case("prefill: 5 queries, blocks 1 and 8", "band", a_case(5, slots_of([1, 8], 5))),
+        case("continuation: 3 queries, 9 tokens", "band", a_case(3, slots_of([6, 0, 3], 9))),
+        case("descending blocks 7, 4, 1", "gather", a_case(2, slots_of([7, 4, 1], 11))),
+        case("MQA: one KV head", "heads", a_case(2, slots_of([3, 9], 6), n_kv=1)),
+        case("MHA: six KV heads", "heads", a_case(2, slots_of([9, 3], 8), n_kv=N_Q)),
+        case("scale 0.5", "scale", a_case(3, slots_of([2, 6], 5)), scale=0.5),
+        case("NaN in every other slot", "gather", a_case(3, slots_of([4, 1], 7), poison=True)),
         Case(
             "n_rep 2, where 6 query heads and 2 KV heads make 3",
-            (*a_read(1, slots_of([5, 2], 6))[:4], 2),
+            (*a_case(1, slots_of([5, 2], 6))[:4], 2),
             kind="refuse",
             expected=raises(ValueError, "n_rep"),
         ),

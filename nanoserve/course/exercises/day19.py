@@ -22,6 +22,7 @@ class Spy:
         return k, v
 
     def paged_attention(self, layer, k, v, q, n_rep, scale=None):
+        scale = q.shape[-1] ** -0.5 if scale is None else scale  # the default, by name or by value
         self.calls.append(
             {"paged_attention": layer, "k": k, "v": v, "q": q, "n_rep": n_rep, "scale": scale}
         )

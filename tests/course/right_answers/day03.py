@@ -1,10 +1,11 @@
 """Day 3: right answers in other styles than the package's."""
 
 import codecs
+import itertools
 
 
 def with_infinite_default(pieces, ranks):
-    pairs = list(zip(pieces, pieces[1:], strict=False))
+    pairs = list(itertools.pairwise(pieces))
     if not pairs:
         return list(pieces)
     best = min(pairs, key=lambda pair: ranks.get(pair, float("inf")))
@@ -20,7 +21,7 @@ def with_infinite_default(pieces, ranks):
 
 
 def by_deleting(pieces, ranks):
-    found = sorted((ranks[p], p) for p in set(zip(pieces, pieces[1:], strict=False)) if p in ranks)
+    found = sorted((ranks[p], p) for p in set(itertools.pairwise(pieces)) if p in ranks)
     out = pieces.copy()
     if found:
         left, right = found[0][1]
@@ -52,7 +53,7 @@ def with_the_length_as_default(pieces, ranks):
 
 
 def by_recursion(pieces, ranks):
-    known = [p for p in zip(pieces, pieces[1:], strict=False) if p in ranks]
+    known = [p for p in itertools.pairwise(pieces) if p in ranks]
     if not known:
         return pieces[:]
     best = min(known, key=lambda pair: ranks[pair])
