@@ -98,7 +98,9 @@ class Retouched(PagedKVCache):
     def paged_attention(self, layer, k, v, q, n_rep, scale=None):
         slots = self._write(layer, k, v)
         found = _read(q, self.pool.k[layer], self.pool.v[layer], slots, n_rep, scale)
-        return found + 0 if isinstance(found, torch.Tensor) else [found]  # a spy may return anything
+        return (
+            found + 0 if isinstance(found, torch.Tensor) else [found]
+        )  # a spy may return anything
 
 
 class Watching(Right):
@@ -334,8 +336,10 @@ WRONG = (
         hints="mapping",
     )(
         _test(
-            mapping=lambda cache, slots: sorted(slots.tolist())
-            == sorted(cache.table.slot(p) for p in range(cache.seq_len + SEQ))
+            mapping=lambda cache, slots: (
+                sorted(slots.tolist())
+                == sorted(cache.table.slot(p) for p in range(cache.seq_len + SEQ))
+            )
         )
     ),
     wrong(

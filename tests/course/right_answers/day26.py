@@ -55,7 +55,7 @@ def _dispatched(cache, step, n_rep):
 
 
 def from_parts(cache, step, n_rep):
-    """Three functions that take everything, bound with partial; the mapping is made at each call."""
+    """Three functions that take everything, bound by partial; each call makes the mapping."""
     parts = {"cache": cache, "n_rep": n_rep, **step}
     paths = {"gather": _gather, "dispatched": _attend, "reference": _reference}
     return {name: partial(path, **parts) for name, path in paths.items()}
