@@ -216,7 +216,7 @@ float16: A floating-point number in 2 bytes: about 3 to 4 decimal digits, nothin
 """,
     19: """
 fused: Done in one operation instead of two with a copy between them.
-plumbing: The code that passes the right arguments to the right function and computes nothing itself.
+plumbing: Code that passes the right arguments to the right function and computes nothing itself.
 spy: A replacement for a function that records its calls, so that a test can check the plumbing.
 """,
     20: """
