@@ -74,9 +74,7 @@ def attention_benchmark(
 
         def fused(layers=layers, cache=cache, step=step) -> torch.Tensor:
             layers[1] = (layers[1] + 1) % (config.num_layers - 1)
-            return attend_in_place(
-                cache, layers[1], step["k"], step["v"], step["q"], config.n_rep
-            )
+            return attend_in_place(cache, layers[1], step["k"], step["v"], step["q"], config.n_rep)
 
         paths = {"gather": gather, "fused": fused}
         # Run fused first: gather also writes K and V, which would hide a missing write.

@@ -100,12 +100,12 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 class UnsupportedModel(ValueError):
-    """The checkpoint asks for something this engine does not do; the message names it."""
+    """The checkpoint needs an option that the engine lacks; the message names file and option."""
 
 
 @dataclass(frozen=True)
 class Llama3Scaling:
-    """Llama 3's stretched RoPE (Llama 3.1 model card): slow frequencies are divided by `factor`."""
+    """Llama 3's RoPE scaling (Llama 3.1 model card): low frequencies are divided by `factor`."""
 
     factor: float
     low_freq_factor: float
@@ -115,7 +115,7 @@ class Llama3Scaling:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of a decoder-only transformer. Sizes count elements, the context tokens."""
+    """The shape of a decoder-only transformer. Sizes count elements; the context counts tokens."""
 
     family: str
     vocab_size: int
@@ -125,7 +125,7 @@ class ModelConfig:
     n_q: int  # query heads
     n_kv: int  # key and value heads, each shared by n_rep query heads
     head_dim: int
-    context: int  # the most positions the model was made for
+    context: int  # maximum number of tokens in a sequence
     norm_eps: float
     rope_theta: float
     rope_scaling: Llama3Scaling | None
@@ -138,7 +138,7 @@ class ModelConfig:
 
     @property
     def n_rep(self) -> int:
-        """How many query heads read one KV head."""
+        """Number of query heads that share one KV head."""
         return self.n_q // self.n_kv
 
 
@@ -151,57 +151,55 @@ class ModelConfig:
 
 # %% jupyter={"source_hidden": true}
 # lands in nanoserve/config.py: parse_config, _refuse, _rope, _ids
-def parse_config(hf: dict, generation: dict | None = None) -> ModelConfig:
-    """Turn the dictionary of a config.json (and of a generation_config.json) into a ModelConfig."""
-    eos = (generation or {}).get("eos_token_id")
+def parse_config(
+    hf: dict,
+    generation: dict | None = None,
+    file: str = "config.json",
+    generation_file: str = "generation_config.json",
+) -> ModelConfig:
+    """Turn the content of config.json (and of generation_config.json) into a ModelConfig.
+
+    An absent field has the value that transformers gives it, by family; a null is accepted where
+    transformers accepts it. Errors as for load_config; they name `file` or `generation_file`.
+    """
+    fields = Fields(hf, file)
     family = hf.get("model_type")
     if family not in FAMILIES:
+        shown = reprlib.repr(family)
         raise UnsupportedModel(
-            f"model_type {family!r} is not supported; supported: {', '.join(FAMILIES)}"
+            f"{file}: model_type {shown} is not supported; supported: {', '.join(FAMILIES)}"
         )
-    _refuse(hf, family)
-
-    def need(key: str) -> int:
-        value = hf.get(key)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"config.json: {key} must be a positive integer, got {value!r}")
-        return value
-
-    n_q = need("num_attention_heads")
-    n_kv = n_q if hf.get("num_key_value_heads") is None else need("num_key_value_heads")
-    if n_q % n_kv:
-        raise ValueError(
-            f"config.json: {n_q} query heads cannot be shared evenly by {n_kv} KV heads"
-        )
-    hidden_size = need("hidden_size")
-    if hf.get("head_dim") is None and hidden_size % n_q:
-        raise ValueError(
-            f"config.json: hidden_size {hidden_size} is no multiple of {n_q} heads, and no head_dim"
-        )
-    head_dim = hidden_size // n_q if hf.get("head_dim") is None else need("head_dim")
-    if head_dim % 2:
-        raise ValueError(f"config.json: head_dim must be even for RoPE, got {head_dim}")
-    theta, scaling = _rope(hf)
-    bias = bool(hf.get("attention_bias", False))
+    num_layers = fields.size("num_hidden_layers", high=10_000)
+    _check_options(fields, family)
+    _check_windows(fields, family, num_layers)
+    n_q, n_kv, head_dim = _heads(fields, family)
+    theta, scaling = _rope(fields)
+    vocab_size = fields.size("vocab_size")
+    bias = fields.flag("attention_bias") if family in ("llama", "qwen3") else False
+    eos_ids = fields.token_ids("eos_token_id", vocab_size)
+    chosen = Fields(generation or {}, generation_file)
+    if chosen.values.get("eos_token_id") is not None:
+        eos_ids = chosen.token_ids("eos_token_id", vocab_size)
+    bos = fields.token_ids("bos_token_id", vocab_size, several=False)
     return ModelConfig(
         family=family,
-        vocab_size=need("vocab_size"),
-        hidden_size=hidden_size,
-        intermediate_size=need("intermediate_size"),
-        num_layers=need("num_hidden_layers"),
+        vocab_size=vocab_size,
+        hidden_size=fields.size("hidden_size"),
+        intermediate_size=fields.size("intermediate_size"),
+        num_layers=num_layers,
         n_q=n_q,
         n_kv=n_kv,
         head_dim=head_dim,
-        context=need("max_position_embeddings"),
-        norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
+        context=fields.size("max_position_embeddings"),
+        norm_eps=fields.number("rms_norm_eps", 1e-6, high=1),
         rope_theta=theta,
         rope_scaling=scaling,
         qkv_bias=family == "qwen2" or bias,
-        o_bias=family != "qwen2" and bias,
+        o_bias=bias,
         qk_norm=family == "qwen3",
-        tied_head=bool(hf.get("tie_word_embeddings", False)),
-        eos_ids=_ids(hf.get("eos_token_id") if eos is None else eos),
-        bos_id=hf.get("bos_token_id"),
+        tied_head=fields.flag("tie_word_embeddings"),
+        eos_ids=eos_ids,
+        bos_id=bos[0] if bos else None,
     )
 
 
@@ -227,24 +225,20 @@ def _refuse(hf: dict, family: str) -> None:
         raise UnsupportedModel(f"partial_rotary_factor {rotated} is not supported; supported: 1.0")
 
 
-def _rope(hf: dict) -> tuple[float, Llama3Scaling | None]:
-    """Theta and scaling, from rope_parameters (newer) or rope_theta and rope_scaling (older)."""
-    rope = {**(hf.get("rope_scaling") or {}), **(hf.get("rope_parameters") or {})}
-    theta = float(rope.get("rope_theta", hf.get("rope_theta", 10_000.0)))
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
-        return theta, None
-    if kind != "llama3":
-        raise UnsupportedModel(f"RoPE type {kind!r} is not supported; supported: default, llama3")
-    try:
-        return theta, Llama3Scaling(
-            factor=float(rope["factor"]),
-            low_freq_factor=float(rope["low_freq_factor"]),
-            high_freq_factor=float(rope["high_freq_factor"]),
-            original_context=int(rope["original_max_position_embeddings"]),
-        )
-    except KeyError as missing:
-        raise ValueError(f"config.json: llama3 RoPE scaling lacks {missing}") from None
+def _rope(fields: Fields) -> tuple[float, Llama3Scaling | None]:
+    """RoPE's theta and scaling: rope_theta and rope_scaling, or newer, both in rope_parameters.
+
+    A file may use both spellings if they mean the same.
+    """
+    theta = fields.number("rope_theta", 10_000.0)
+    rotated = fields.values.get("partial_rotary_factor")
+    if rotated is not None and rotated != 1:
+        raise fields.unsupported("partial_rotary_factor", "1.0")
+    inner = (fields.inner("rope_scaling"), fields.inner("rope_parameters"))
+    meanings = [_rope_object(rope, fields) for rope in inner if rope is not None]
+    if len(set(meanings)) > 1:
+        raise fields.wrong("rope_scaling", "contradicts rope_parameters")
+    return meanings[0] if meanings else (theta, None)
 
 
 def _ids(value: int | list[int] | None) -> tuple[int, ...]:
@@ -259,27 +253,29 @@ def _ids(value: int | list[int] | None) -> tuple[int, ...]:
 def load_config(path: Path) -> ModelConfig:
     """Read the config of a folder in the Hugging Face layout, or of a .gguf file.
 
-    Raises UnsupportedModel, naming the option, before any weight is read; ValueError where the
-    config is missing, is not JSON, lacks a key or contradicts itself.
+    Reads no weight. Raises UnsupportedModel for an option that the engine lacks, and ValueError for
+    a file that is missing or no JSON and for a field that is missing, wrong or contradicts another.
     """
     if path.suffix == ".gguf":
-        return parse_config(gguf_config(path))
-    generation = path / "generation_config.json"
+        return parse_config(gguf_config(path), file=str(path))
+    config, generation = path / "config.json", path / "generation_config.json"
     return parse_config(
-        read_json(path / "config.json"), read_json(generation) if generation.exists() else {}
+        read_json(config),
+        read_json(generation) if generation.exists() else None,
+        str(config),
+        str(generation),
     )
 
 
 def read_json(path: Path) -> dict:
-    """The object in a JSON file. ValueError, naming the file, where it is missing or holds none."""
+    """The object in a JSON file. Raises ValueError, naming file and reason, if there is none."""
+    check_readable(path)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"{path} is missing: not a folder in the Hugging Face layout") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, a number of 5,000 digits
         raise ValueError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(content, dict):
-        raise ValueError(f"{path} is not valid JSON: it holds no object")
+        raise ValueError(f"{path} is not valid JSON: its content is not an object")
     return content
 
 
@@ -371,7 +367,7 @@ import re
 def hf_name(gguf_name: str) -> str:
     """The Hugging Face name of a GGUF tensor: blk.3.attn_q.weight is a q_proj of model.layers.3.
 
-    A name that no table knows comes back unchanged, to be refused as surplus.
+    A name with an unknown part comes back unchanged; check_shapes then refuses it as surplus.
     """
     layer, part, kind = re.match(r"(?:blk\.(\d+)\.)?(\w*)\.?(.*)", gguf_name).groups()
     if part not in GGUF_NAMES or kind not in ("weight", "bias"):
@@ -636,8 +632,8 @@ today.check(unpermute)
 def unpermute(weight: torch.Tensor, n_heads: int) -> torch.Tensor:
     """Undo GGUF's order of a Llama's q or k rows: [n_heads * head_dim, ...], same shape out.
 
-    GGUF keeps the two rows that RoPE rotates together side by side; the Hugging Face layout keeps
-    them half a head apart (rows i and i + head_dim / 2).
+    RoPE rotates rows in pairs. GGUF stores the two rows of a pair side by side; the Hugging Face
+    layout stores them half a head apart (rows i and i + head_dim / 2).
     """
     pairs = weight.unflatten(0, (n_heads, -1, 2))  # [n_heads, head_dim / 2, 2, ...]
     return pairs.transpose(1, 2).flatten(0, 2)
@@ -665,7 +661,7 @@ FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor that still lies in its file: its shape is known, its values come with read()."""
+    """A tensor in a file: its shape, and read() to load its values."""
 
     shape: tuple[int, ...]
     read: Callable[[], torch.Tensor]
@@ -699,7 +695,7 @@ def list_gguf(path: Path, config: ModelConfig) -> dict[str, StoredTensor]:
 
     stored = {}
     for tensor in open_gguf(path).tensors:
-        if tensor.name == "rope_freqs.weight":  # the config has read it
+        if tensor.name == "rope_freqs.weight":  # gguf_config reads it
             continue
         kind = tensor.tensor_type.name
         if kind not in FLOATS and not hasattr(quants, kind):
@@ -710,7 +706,7 @@ def list_gguf(path: Path, config: ModelConfig) -> dict[str, StoredTensor]:
             heads = {"attn_q": config.n_q, "attn_k": config.n_kv}.get(tensor.name.split(".")[-2])
             return unpermute(values, heads) if heads and config.family == "llama" else values
 
-        # GGUF counts dimensions from the innermost outwards
+        # GGUF lists dimensions from the innermost to the outermost.
         stored[hf_name(tensor.name)] = StoredTensor(tuple(map(int, tensor.shape[::-1])), read)
     return stored
 
@@ -723,37 +719,35 @@ def list_gguf(path: Path, config: ModelConfig) -> dict[str, StoredTensor]:
 # %% jupyter={"source_hidden": true}
 # lands in nanoserve/weights.py: list_safetensors
 def list_safetensors(folder: Path) -> dict[str, StoredTensor]:
-    """The tensors of model.safetensors, or of the shards that its index.json names."""
+    """The tensors of model.safetensors, or of the shards in model.safetensors.index.json."""
     from safetensors import SafetensorError, safe_open
 
     index = folder / "model.safetensors.index.json"
     if (folder / "model.safetensors").exists():
         files = [folder / "model.safetensors"]
     elif index.exists():
-        try:
-            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise ValueError(f"{index} is not valid: it names no weight's file") from None
-        files = [folder / name for name in sorted(names)]
+        names = read_json(index).get("weight_map")
+        if not isinstance(names, dict) or not all(isinstance(n, str) for n in names.values()):
+            raise ValueError(f"{index} is not valid: weight_map names no files")
+        files = [folder / name for name in sorted(set(names.values()))]
     else:
         raise ValueError(f"{folder} has no weights: no model.safetensors, no {index.name}")
     stored = {}
     for file in files:
-        if not file.exists():
-            raise ValueError(f"{file} is missing, and {index.name} names it")
+        check_readable(file)
         try:
             shard = safe_open(file, framework="pt")
         except SafetensorError as error:
             raise ValueError(f"{file} is not a whole safetensors file: {error}") from None
         for name in shard.keys():  # a safetensors file is no dict
-            if name.endswith("rotary_emb.inv_freq"):  # a constant that old Llama files carry
+            if name.endswith("rotary_emb.inv_freq"):  # a constant in old Llama files
                 continue
             view = shard.get_slice(name)
             if view.get_dtype() not in FLOATS:
                 raise UnsupportedModel(
                     f"tensor {name} is stored as {view.get_dtype()}; supported: {', '.join(FLOATS)}"
                 )
-            # bound as defaults: a closure would see only the loop's last shard and name
+            # Defaults bind shard and name now; a closure would use those of the last iteration.
             stored[name] = StoredTensor(
                 tuple(view.get_shape()), lambda shard=shard, name=name: shard.get_tensor(name)
             )
@@ -770,9 +764,9 @@ def load_weights(
 ) -> dict[str, torch.Tensor]:
     """Read a folder of safetensors, or a .gguf file, into {Hugging Face name: tensor}.
 
-    "lm_head.weight" is always there; where the head is tied, or the file has no head, it is the
-    embedding itself. Raises ValueError for a missing, surplus or misshapen tensor and for a file
-    that is cut short, naming it, before any value is read.
+    The result always has "lm_head.weight"; a tied head is the embedding itself, in the same memory.
+    Raises ValueError, naming it, for a file that cannot be read or is not whole, for a tensor that
+    is missing, surplus or has the wrong shape, and for a head that contradicts the config.
     """
     stored = list_gguf(path, config) if path.suffix == ".gguf" else list_safetensors(path)
     head = stored.pop("lm_head.weight", None)
@@ -780,12 +774,17 @@ def load_weights(
     if head is not None:
         shape = (config.vocab_size, config.hidden_size)
         check_shapes({"lm_head.weight": head}, {"lm_head.weight": shape})
+    elif not config.tied_head:
+        raise ValueError("tensor lm_head.weight is missing, and tie_word_embeddings is not true")
     weights = {name: tensor.read().to(device, dtype) for name, tensor in stored.items()}
     embedding = weights["model.embed_tokens.weight"]
-    if config.tied_head or head is None:
+    weights["lm_head.weight"] = embedding if head is None else head.read().to(device, dtype)
+    if config.tied_head and head is not None:
+        if not torch.equal(weights["lm_head.weight"], embedding):
+            raise ValueError(
+                "tensor lm_head.weight differs from the embedding, but tie_word_embeddings is true"
+            )
         weights["lm_head.weight"] = embedding
-    else:
-        weights["lm_head.weight"] = head.read().to(device, dtype)
     return weights
 
 

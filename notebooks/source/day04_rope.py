@@ -314,8 +314,9 @@ today.check(rope_frequencies)
 def rope_frequencies(config: ModelConfig) -> torch.Tensor:
     """The angle per position that the model uses: float32 [head_dim / 2].
 
-    The plain frequencies, or with Llama 3's scaling: pairs that turn often within the original
-    context keep theirs, pairs that hardly turn are slowed by `factor`, those between are blended.
+    Without scaling, the plain frequencies. With Llama 3's scaling, pairs that turn often within the
+    original context keep their frequency, for pairs that hardly turn it is divided by `factor`, and
+    between the two it is blended.
     """
     frequencies = plain_frequencies(config)
     scaling = config.rope_scaling
@@ -375,11 +376,13 @@ fig
 # %% jupyter={"source_hidden": true}
 # lands in nanoserve/layers.py: rope_tables
 def rope_tables(config: ModelConfig, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin of position times frequency: float32 [length, head_dim], whatever the model's
-    dtype. In bfloat16, position 15,962 would be rounded to 15,936."""
+    """cos and sin of position times frequency: float32 [length, head_dim] for every model dtype.
+
+    bfloat16 would round positions: 15,962 to 15,936.
+    """
     positions = torch.arange(length, dtype=torch.float32)
     angles = torch.outer(positions, rope_frequencies(config))  # [length, head_dim / 2]
-    angles = torch.cat([angles, angles], dim=-1)  # both members of a pair turn alike
+    angles = torch.cat([angles, angles], dim=-1)  # both members of a pair turn by the same angle
     return angles.cos(), angles.sin()
 
 

@@ -743,13 +743,15 @@ def _qkv(x: torch.Tensor, layer: dict[str, torch.Tensor]) -> torch.Tensor:
 # lands in nanoserve/model.py: load_model, join_qkv
 def load_model(
     source: str | Path = "smollm2",
-    dtype: torch.dtype = torch.float32,
+    dtype: str | torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
 ) -> Model:
     """Load "smollm2" (fetched on first use), a folder, a .gguf file or a hub id.
 
-    Raises ValueError, naming it, for whatever the engine does not support or finds broken.
+    dtype: float32, bfloat16 or float16, or its name. Raises ValueError for a dtype or device that
+    cannot be used, and for a checkpoint that is broken or not supported.
     """
+    dtype, device = as_dtype(dtype), as_device(device)
     path = resolve(source)
     config = load_config(path)
     model = Model(config, load_weights(path, config, dtype, device))
@@ -760,8 +762,8 @@ def load_model(
 def join_qkv(model: Model) -> None:
     """Give each layer "self_attn.qkv_proj.weight", the rows of q, k and v joined; a bias likewise.
 
-    The names it has keep their values, as views of those rows: nothing lies in memory twice. What
-    is written into one of them is seen by the whole; another tensor put under its name is not.
+    The weights of q, k and v become views of those rows, so no value is stored twice. In-place
+    edits show in qkv_proj; rebinding a name does not.
     """
     for i, layer in enumerate(model.layers):
         for kind in ("weight", "bias") if model.config.qkv_bias else ("weight",):

@@ -302,7 +302,7 @@ CACHES = ("paged", "naive")
 
 
 def new_cache(kind: str | None, model: Model, tokens: int) -> Cache | None:
-    """An empty cache of a kind in CACHES with room for `tokens` tokens; None is no cache."""
+    """An empty cache for `tokens` tokens, of a kind in CACHES; None for the kind None."""
     if kind is None:
         return None
     if kind == "naive":
@@ -316,11 +316,11 @@ class LLM(LLM):
     def __init__(
         self,
         source: str | Path = "smollm2",
-        dtype: torch.dtype = torch.float32,
+        dtype: str | torch.dtype = torch.float32,
         device: str | torch.device = "cpu",
         cache: str | None = "paged",
     ) -> None:
-        """source as for load_model; cache "paged", "naive", or None to recompute every step."""
+        """source, dtype, device as for load_model; cache "paged", "naive", or None for no cache."""
         if cache is not None and cache not in CACHES:
             known = ", ".join(map(repr, CACHES))
             raise ValueError(f"cache {cache!r} is not known; supported: {known}, None")
@@ -329,8 +329,10 @@ class LLM(LLM):
         self._cache = cache
 
     def stream(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> Stream:
-        """Complete one prompt, giving pieces of text as they come; errors as for generate."""
-        ids, params = self._prompt_ids(prompt), params or SamplingParams()
+        """Complete one prompt as a stream of pieces of text; errors as for generate, at once."""
+        ids, params = self._prompt_ids(prompt), SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"params must be a SamplingParams, got {params!r}")
         tokens = min(len(ids) + params.max_tokens, self.model.config.context)
         cache = new_cache(self._cache, self.model, tokens)
         return Stream(self.model, self.tokenizer, ids, params, cache)
