@@ -95,7 +95,8 @@ class Exercise:
     is what the answer replaces in the engine: "nanoserve.weights:unpermute", a class, or a method
     as "nanoserve.cache:NaiveKVCache.append" (the cases then get the class). `solution` is left out
     where the target is the solution. `limit` is the number of seconds a case may take. `was` holds
-    former names of the exercise: answers and progress saved under them still count.
+    former names of the exercise: answers and progress saved under them still count. A day is done
+    without its `optional` exercises.
     """
 
     name: str
@@ -106,6 +107,7 @@ class Exercise:
     wrong: tuple[Wrong, ...] = ()
     limit: float = 10.0
     was: tuple[str, ...] = ()
+    optional: bool = False
 
     def __post_init__(self) -> None:
         short = [kind for kind, rungs in self.hints.items() if len(rungs) != 3]

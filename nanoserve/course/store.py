@@ -127,11 +127,12 @@ def reset(day: int | str) -> tuple[Path, Path | None]:
 
 
 def status() -> list[DayStatus]:
-    """Every day: is it out, started, and which of its exercises are passed."""
+    """Every day: is it out, started, and which of its exercises are passed; optional ones aside."""
     clone, work, progress = clone_dir(), work_dir(), Progress.load()
     rows = []
     for info in DAYS:
-        exercises, noted = exercises_of(info.number), set(progress.passed(info.number))
+        exercises = [each for each in exercises_of(info.number) if not each.optional]
+        noted = set(progress.passed(info.number))
         passed = tuple(e.name for e in exercises if noted.intersection(e.names))
         published = (
             (clone / "notebooks" / info.notebook).exists()

@@ -510,8 +510,8 @@ def test_pictures_and_data_are_found_or_named(today, tmp_path, monkeypatch, caps
 
 
 def test_a_day_that_does_not_exist_is_named():
-    with pytest.raises(CourseError, match="there is no day 31"):
-        day(31)
+    with pytest.raises(CourseError, match="there is no day 32"):
+        day(32)
 
 
 KERNEL_CELLS = (

@@ -78,7 +78,7 @@ def test_reset_keeps_the_old_copy_beside_the_fresh_one(clone):
         assert json.loads(path.read_text())["nbformat"] == 4
 
 
-@pytest.mark.parametrize("day", [31, "x", "day99", -1, ""])
+@pytest.mark.parametrize("day", [32, "x", "day99", -1, ""])
 def test_an_unknown_day_is_named(clone, day):
     with pytest.raises(CourseError, match="there is no day"):
         store.start(day)
