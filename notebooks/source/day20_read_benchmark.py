@@ -70,6 +70,8 @@ today.glossary("baseline", "sweep", "memory traffic", "peak bandwidth", "bandwid
 #
 # Count the bytes that move for `kv_len` tokens in **one** layer. The mapping names slots, not blocks: the
 # empty end of the last block is not read. Stuck? `today.hint()` looks at the case that failed.
+#
+# After a kernel restart, run the cells above first (Run → Run All Above Selected Cell).
 
 # %%
 import torch

@@ -101,6 +101,8 @@ print(f"all at once:                  l {sum(exp(s - 5) for s in (1, 3, 2, 5)):.
 #
 # Give back the new `m`, `l` and `acc`. No division: that comes after the last tile, `acc / l`. Stuck?
 # `today.hint()` looks at the case that failed.
+#
+# After a kernel restart, run the cells above first (Run → Run All Above Selected Cell).
 
 # %%
 import torch

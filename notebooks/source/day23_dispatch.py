@@ -169,6 +169,8 @@ for name, x in (("the view that attention makes", q), ("the same, copied", q.con
 # with `q` and `out` `[1, n_q, query_len, head_dim]`, `k_pool` and `v_pool` `[num_slots, n_kv, head_dim]`.
 # Channels must lie side by side, so no stride is needed for them. Stuck? `today.hint()` looks at the
 # case that failed.
+#
+# After a kernel restart, run the cells above first (Run → Run All Above Selected Cell).
 
 
 # %%

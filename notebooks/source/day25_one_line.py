@@ -75,6 +75,8 @@ today.glossary("spy", "wiring test", "tolerance", "deviation")
 #
 # The check runs your test on caches that are wired right, on seven that are not, and on one that raises
 # (then your test may raise as well).
+#
+# After a kernel restart, run the cells above first (Run → Run All Above Selected Cell).
 
 # %%
 import torch

@@ -72,6 +72,8 @@ today.glossary(
 # the same one, a stale slot in it would be wrong twice in the same way, and the gate would open. The
 # block table knows the slots too: `cache.table.slot(position)`, after `cache.table.grow(tokens)`. Writing
 # is `pool[layer].index_copy_(0, slots, rows)` with rows `[1, n_kv, head_dim]`. Stuck? `today.hint()`.
+#
+# After a kernel restart, run the cells above first (Run → Run All Above Selected Cell).
 
 # %%
 from collections.abc import Callable, Iterator, Mapping, Sequence
