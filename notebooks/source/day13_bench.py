@@ -623,10 +623,10 @@ fig
 strip = torch.randn(2, 1, config.n_kv, 2_048, config.head_dim, generator=generator).bfloat16()
 one, (keys, values) = q[:, :, -1:].bfloat16(), strip[:, :, :, :1_024]
 scaled = (one * config.head_dim**-0.5).view(config.n_kv, config.n_rep, 1, config.head_dim)
-room = scaled.new_empty(config.n_q * 1_024)
+workspace = scaled.new_empty(config.n_q * 1_024)
 took = median_times(
     {
-        "tile": lambda: _attend(scaled, keys[0], values[0], room),
+        "tile": lambda: _attend(scaled, keys[0], values[0], workspace),
         "float32": lambda: sdpa(one, keys, values),
     },
     rounds=50,
@@ -635,8 +635,7 @@ print(f"in 16 bits {took['tile'] * 1e6:.0f} µs, in float32 {took['float32'] * 1
 
 # %% [markdown]
 # In float32 the keys and values are copied first, to twice their size, and still that was the faster way
-# on our machine: PyTorch's product of 16-bit numbers is slow for so few rows. (Day 5's `linear` goes
-# round the same thing.)
+# on our machine: PyTorch's product of 16-bit numbers is slow for so few rows.
 #
 # ## One product for three
 #
