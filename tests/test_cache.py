@@ -25,6 +25,7 @@ from nanoserve.kernels.dispatch import paged_attention_dispatch, select_backend,
 from nanoserve.kernels.reference import ATOL, RTOL, paged_attention_reference
 from nanoserve.layers import sdpa
 from nanoserve.model import load_model
+from tests.bounds import assert_near
 from tests.checkpoints import SHAPES, random_model, save
 
 CONFIG = parse_config(SHAPES | {"model_type": "llama"})  # 2 layers, 2 KV heads, head_dim 8
@@ -642,7 +643,7 @@ def test_pinned_a_two_layer_models_paged_logits_are_the_naive_ones(tmp_path):
     naive, paged = NaiveKVCache(model.config), PagedKVCache(KVPool(model.config, 8, 4, poison=True))
     for ids in ([5, 9, 33, 2, 71], [8], [60], [4, 4, 90], [1]):
         ours, theirs = (next_logits(model, ids, cache) for cache in (paged, naive))
-        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+        assert_near(ours, theirs)
 
 
 def test_pinned_scatter_and_gather_still_change_no_bit():

@@ -313,12 +313,10 @@ print(f"half of them below {sorted(lengths)[100]}")
 # ones. The percentages below belong to this mix.
 
 # %%
-today.predict(
-    "strip", "A strip of 2,048 slots for each request: per cent that stay empty?", guess=None
-)
-today.predict(
-    "blocks", "Blocks of 16 slots: per cent of the owned slots that stay empty?", guess=None
-)
+question = "A strip of 2,048 slots for each request: per cent that stay empty?"
+today.predict("strip", question, guess=None, low=0, high=100)
+question = "Blocks of 16 slots: per cent of the owned slots that stay empty?"
+today.predict("blocks", question, guess=None, low=0, high=100)
 
 # %% [markdown]
 # The allocator itself does the counting. A strip for the longest text is a pool too: its blocks have
@@ -375,7 +373,7 @@ slots = {
 per_slot = 2 * config.num_layers * config.n_kv * config.head_dim * 4  # k and v, float32
 for name, number in slots.items():
     print(f"{name:20} {number * per_slot / 1e9:5.2f} GB, {waste(number):4.1f}% empty")
-print("your guesses, in per cent:", today.guess("strip"), "and", today.guess("blocks"))
+print("your guesses, in per cent:", today.guess_text("strip"), "and", today.guess_text("blocks"))
 assert waste(slots["blocks of 16"]) < 3 < 20 < waste(slots["a strip that doubles"])
 
 # %%

@@ -321,7 +321,8 @@ fig
 # sequences.
 
 # %%
-today.predict("next", "Blocks of 16: per cent of the steps that go to the next slot?", guess=None)
+question = "Blocks of 16: per cent of the steps that go to the next slot?"
+today.predict("next", question, guess=None, low=0, high=100)
 
 # %%
 from itertools import pairwise
@@ -334,7 +335,7 @@ for size in sizes:
     print(
         f"blocks of {size:2}: {share[-1]:5.1f}% to the next slot, {-(-512 // size):3} table entries"
     )
-print("your guess for 16:", today.guess("next"))
+print("your guess for 16:", today.guess_text("next"))
 assert 93 < share[sizes.index(16)] < 95
 
 # %%

@@ -376,7 +376,8 @@ assert torch.equal(before, pool.k) and not third.table.blocks
 # it could extend the list, as `_map` does. At 4,096 tokens, how many times longer does rebuilding take?
 
 # %%
-today.predict("rebuild", "At 4,096 tokens, how many times longer does rebuilding take?", guess=None)
+question = "At 4,096 tokens, how many times longer does rebuilding take?"
+today.predict("rebuild", question, guess=None, low=0)
 
 # %% tags=["nbval-ignore-output"]
 from dataclasses import replace
@@ -409,7 +410,7 @@ def at(length):
 at(64)  # warm up
 extend, rebuild = zip(*(at(length) for length in lengths))
 print(f"at 4,096 tokens: {extend[-1]:.0f} µs to extend, {rebuild[-1]:,.0f} µs to rebuild")
-print(f"{rebuild[-1] / extend[-1]:.0f} times; your guess: {today.guess('rebuild')}")
+print(f"{rebuild[-1] / extend[-1]:.0f} times; your guess: {today.guess_text('rebuild')}")
 assert rebuild[-1] > 10 * extend[-1] and extend[-1] < 10 * extend[0]
 
 # %%

@@ -328,14 +328,13 @@ for poison in (False, True):
 # no block is given back, the count only rises. What is the largest count if every block is?
 
 # %%
-today.predict(
-    "peak", "A thousand requests, four at a time: how many blocks at the peak?", guess=None
-)
+question = "A thousand requests, four at a time: how many blocks at the peak?"
+today.predict("peak", question, guess=None, low=1)
 
 # %%
 never = serve(KVPool(tiny, num_blocks=8000, block_size=16), requests, give_back=False)
 print(f"with reuse {max(reused)} blocks at the peak, without {max(never):,}")
-print(f"{max(never) / max(reused):.0f} times fewer; your guess: {today.guess('peak')}")
+print(f"{max(never) / max(reused):.0f} times fewer; your guess: {today.guess_text('peak')}")
 
 # %%
 from nanoserve.course.plots import COLOURS, figure, label_line, prediction_marker

@@ -276,9 +276,8 @@ for dtype in (torch.float32, torch.float16, torch.bfloat16):
 # that was computed differently. A plausible fault is attention that misses its oldest key. Guess first.
 
 # %%
-today.predict(
-    "digits", "How far is PyTorch's float32 attention from ours? 10 to the minus ...", guess=None
-)
+question = "How far is PyTorch's float32 attention from ours? 10 to the minus ..."
+today.predict("digits", question, guess=None, low=0, high=16)
 
 
 # %%

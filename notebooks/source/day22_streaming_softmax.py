@@ -934,7 +934,7 @@ read = reads["continuation, 5 queries"]
 together = launched(kernel, *read, tile=16)
 with tlsim.options(order="serial", seed=22):
     alone = launched(kernel, *read, tile=16)
-right = torch.allclose(alone, together, atol=1e-6)
+right = torch.allclose(alone, together, atol=ATOL, rtol=RTOL)
 print("one after another, as side by side:", right)
 assert right
 

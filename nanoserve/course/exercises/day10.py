@@ -195,7 +195,7 @@ def _top_k_cases() -> list[Case]:
         Case("two rows, k = 3", (ROWS, 3), kind="rows"),
         Case("three that tie for second place, k = 2", (tied, 2), kind="ties"),
         Case("some logits -inf, k = 4", (HOLED, 4), kind="keep"),
-        Case("k = 0 is off", (SIX, 0), kind="edges"),
+        Case("k = 0 is off, two rows", (ROWS, 0), kind="edges"),
         Case("k = 1,000 of six", (SIX, 1_000), kind="edges"),
     ]
 

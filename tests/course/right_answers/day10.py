@@ -27,8 +27,8 @@ def divide_log_probabilities(logits, temperature):
 
 def k_by_sorting(logits, top_k):
     size = logits.shape[-1]
-    if top_k == 0 or top_k >= size:
-        return logits.clone()
+    if not 0 < top_k < size:
+        return logits
     bar = logits.sort(dim=-1).values[..., size - top_k].unsqueeze(-1)
     return torch.where(logits >= bar, logits, torch.tensor(-math.inf))
 
