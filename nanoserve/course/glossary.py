@@ -185,19 +185,19 @@ interleaved: Taking turns, so that a machine that slows down affects all variant
 tile: A part of a large computation that is done at once, such as 128 rows of a matrix.
 """,
     14: """
-slot: A place for one token's key and value, in every layer.
+slot: The place of one token's key and value, in every layer.
 block: A fixed number of slots side by side, here 16, taken and given back as one.
-pool: All the blocks that there are, shared by all sequences.
-allocator: The bookkeeper of a pool: it knows which blocks are free, and hands them out.
-fragmentation: Memory that is reserved, and that nobody can use.
-double free: Giving back what is free already, so that two owners get it later.
-invariant: What must be true after every step, whatever the step was.
+pool: The memory of all blocks, shared by all sequences.
+allocator: The part of a pool that records which blocks are free, and hands them out.
+fragmentation: Memory that is reserved and stays empty, so that no other sequence can use it.
+double free: Giving back a block that is already free. Two sequences would own it later.
+invariant: A condition that must hold after every step.
 """,
     15: """
 block table: A sequence's blocks in the order of its text.
-logical: As the sequence counts: position 0, 1, 2, without a gap.
-physical: As the memory counts: where something really lies.
-atomic: All or nothing: a step that fails leaves everything as it was.
+logical: Counted within the sequence: position 0, 1, 2, without a gap.
+physical: Counted within the memory: the slot where a token lies.
+atomic: All or nothing: a step that fails changes nothing.
 """,
     16: """
 slot mapping: The slot of each position of a sequence, oldest first, as a tensor.
@@ -205,25 +205,25 @@ scatter: To write rows to the places that a list of indices names.
 gather: To copy rows from the places that a list of indices names, into one contiguous run.
 """,
     17: """
-leak: Memory that nobody uses and nobody will give back.
-stale: Left over from an earlier owner, and no longer meant for anybody.
-poison: To fill memory that nobody owns with a value that spoils whatever is computed from it: NaN.
+leak: Memory that is no longer used and is never given back.
+stale: Left over from an earlier owner of the memory.
+poison: To fill free memory with NaN, so that every result computed from it is NaN too.
 NaN: "Not a number": a float that makes every sum it enters NaN as well.
 """,
     18: """
-reference implementation: The plainest code that does the right thing: slow, believed, and what
-    faster code is compared with: an oracle for a single function.
+reference implementation: The plainest right code for one function. It may be slow; faster code is
+    compared with it.
 tolerance: How far an answer may be from the reference: a fixed part, and a part of the value.
-byte-equal: The same in every bit, which is more than being close.
+byte-equal: The same in every bit, not only close.
 float16: A floating-point number in 2 bytes: about 3 to 4 decimal digits, nothing above 65,504.
 """,
     19: """
-fused: Done in one piece, where before there were two with a copy in between.
-plumbing: The code that hands the right things to the right place and computes nothing itself.
-spy: A stand-in that notes how it was called, so that a test can look at the plumbing.
+fused: Done in one operation instead of two with a copy between them.
+plumbing: Code that passes the right arguments to the right function and computes nothing itself.
+spy: A replacement for a function that records its calls, so that a test can check the plumbing.
 """,
     20: """
-memory traffic: The bytes that really move: each read and each write, copies included.
+memory traffic: All bytes that move: each read and each write, copies included.
 sweep: The same measurement over a range of sizes.
 baseline: The measured time that a later change has to beat.
 """,

@@ -139,7 +139,7 @@ def block(
     cache: Cache | None = None,
     index: int = 0,
 ) -> torch.Tensor:
-    """One decoder block: attention, then the MLP, each on a normed copy and added to the stream.
+    """One decoder block: x + attention(norm(x)), then x + MLP(norm(x)).
 
     x [batch, seq, hidden] -> the same shape; the other arguments are gqa_attention's.
     """

@@ -132,15 +132,15 @@ from nanoserve.config import ModelConfig
 # %% jupyter={"source_hidden": true}
 # lands in nanoserve/layers.py: Cache
 class Cache(Protocol):
-    """What the model asks of a cache. It holds one sequence."""
+    """The interface that the model needs. A cache holds one sequence."""
 
-    seq_len: int  # tokens already held, and so the position of the next one
+    seq_len: int  # tokens held before this step: the position of the next token
 
     def append(
         self, layer: int, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take this step's keys and values [1, n_kv, query_len, head_dim] of one layer; return the
-        whole history's [1, n_kv, kv_len, head_dim]. seq_len moves with the last layer."""
+        """Store this step's k and v [1, n_kv, query_len, head_dim] of one layer; return all of the
+        layer's, [1, n_kv, kv_len, head_dim]. The last layer advances seq_len."""
         ...
 
 
@@ -202,7 +202,7 @@ def causal_mask(query_len: int, kv_len: int) -> torch.Tensor:
 # %% jupyter={"source_hidden": true}
 # lands in nanoserve/cache.py: NaiveKVCache
 class NaiveKVCache:
-    """One contiguous strip of memory per sequence, doubled when it is full."""
+    """The contiguous cache of one sequence; its memory doubles when it is full."""
 
     def __init__(self, config: ModelConfig, capacity: int = 64) -> None:
         self.seq_len = 0
@@ -212,7 +212,7 @@ class NaiveKVCache:
         self._v: torch.Tensor | None = None
 
     def _grow(self, needed: int, like: torch.Tensor) -> None:
-        """Move the history into strips at least twice as long: growth then costs O(1) a token."""
+        """Move K and V into memory at least twice as long, so that growth costs O(1) per token."""
         if self._k is not None:
             needed = max(needed, 2 * self._capacity)
         self._capacity = max(needed, self._capacity)
@@ -263,9 +263,11 @@ class NaiveKVCache(NaiveKVCache):
     def append(
         self, layer: int, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write k, v [1, n_kv, query_len, head_dim] behind the history; return views of all of it.
+        """Write k, v [1, n_kv, query_len, head_dim] of one layer behind the tokens held before.
 
-        Raises ValueError for more than one sequence. A step that fails half-way leaves seq_len.
+        Returns views of all K and V of the layer, [1, n_kv, kv_len, head_dim]. The last layer
+        advances seq_len; a step that fails before it leaves seq_len unchanged. Raises ValueError
+        for a batch of more than one sequence.
         """
         if k.shape[0] != 1:
             raise ValueError(f"a cache holds one sequence, got a batch of {k.shape[0]}")

@@ -569,7 +569,7 @@ today.review()
 
 # %% jupyter={"source_hidden": true}
 # lands in nanoserve/layers.py: QUERY_TILE, sdpa, _attend
-QUERY_TILE = 128  # queries that attend at once: enough to fill a matmul, few enough to skip keys
+QUERY_TILE = 128  # queries in one product: enough to fill it, few enough to skip future keys
 
 
 def sdpa(
@@ -579,13 +579,13 @@ def sdpa(
 
     q [batch, n_q, query_len, head_dim]; k, v [batch, n_kv, kv_len, head_dim]; the queries are the
     last query_len of kv_len positions -> [batch, n_q, query_len, head_dim]. Query head h reads KV
-    head h // n_rep, by a view. `scale` defaults to head_dim ** -0.5. A tile skips the keys that
-    none of its queries may see. A single query attends in float32 at least.
+    head h // n_rep; no head is copied. `scale` defaults to head_dim ** -0.5. A tile of queries
+    skips the keys that come after all of them. A single query is computed in float32 or wider.
     """
     batch, n_q, query_len, head_dim = q.shape
     n_kv, kv_len = k.shape[1:3]
     scale = head_dim**-0.5 if scale is None else scale
-    if query_len == 1:  # nothing to mask, and hardly more work than reading k and v
+    if query_len == 1:  # no mask, and reading k and v takes most of the time
         wide = torch.promote_types(q.dtype, torch.float32)
         rows = q.to(wide).reshape(batch, n_kv, n_q // n_kv, head_dim) * scale
         weights = (rows @ k.to(wide).transpose(2, 3)).softmax(dim=-1)
@@ -593,7 +593,7 @@ def sdpa(
     q = q * scale  # fewer numbers to scale than scores
     q = q.reshape(
         batch * n_kv, n_q // n_kv, query_len, head_dim
-    )  # the heads that share keys, together
+    )  # the query heads of one KV head form a group
     k, v = k.flatten(0, 1), v.flatten(0, 1)  # [batch * n_kv, kv_len, head_dim]
     out = torch.empty_like(q)
     # scores of one tile; every tile writes into the same memory, since fresh memory is slow
@@ -608,7 +608,8 @@ def sdpa(
 def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, workspace: torch.Tensor
 ) -> torch.Tensor:
-    """One tile: q [groups, n_rep, tile, head_dim], scaled; k, v [groups, keys, head_dim] -> as q.
+    """Attention of one tile of queries: q [groups, n_rep, tile, head_dim], scaled already; k, v
+    [groups, keys, head_dim] -> the shape of q.
 
     The scores are written into `workspace`, at least groups * n_rep * tile * keys numbers.
     """
@@ -619,7 +620,7 @@ def _attend(
     if tile > 1:
         future = torch.ones(tile, tile, dtype=torch.bool, device=q.device).triu_(1)
         scores.unflatten(1, (n_rep, tile))[..., -tile:].masked_fill_(future, -torch.inf)
-    weights = torch.softmax(scores, dim=-1, out=scores)  # summed in float32, whatever the dtype
+    weights = torch.softmax(scores, dim=-1, out=scores)  # torch sums in float32 for every dtype
     return torch.bmm(weights, v).view(q.shape)
 
 
@@ -734,9 +735,9 @@ from nanoserve.weights import load_weights
 # %% jupyter={"source_hidden": true}
 # lands in nanoserve/layers.py: _qkv
 def _qkv(x: torch.Tensor, layer: dict[str, torch.Tensor]) -> torch.Tensor:
-    """q, k and v of x in a row, [batch, seq, (n_q + 2 * n_kv) * head_dim].
+    """q, k and v of x, concatenated: [batch, seq, (n_q + 2 * n_kv) * head_dim].
 
-    One product where the layer has their weights joined (`join_qkv`), else three.
+    One product where the layer has the joined weight of `join_qkv`, else three.
     """
     if "self_attn.qkv_proj.weight" in layer:
         return _linear(x, layer, "self_attn.qkv_proj")
@@ -747,13 +748,15 @@ def _qkv(x: torch.Tensor, layer: dict[str, torch.Tensor]) -> torch.Tensor:
 # lands in nanoserve/model.py: load_model, join_qkv
 def load_model(
     source: str | Path = "smollm2",
-    dtype: torch.dtype = torch.float32,
+    dtype: str | torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
 ) -> Model:
     """Load "smollm2" (fetched on first use), a folder, a .gguf file or a hub id.
 
-    Raises ValueError, naming it, for whatever the engine does not support or finds broken.
+    dtype: float32, bfloat16 or float16, or its name. Raises ValueError for a dtype or device that
+    cannot be used, and for a checkpoint that is broken or not supported.
     """
+    dtype, device = as_dtype(dtype), as_device(device)
     path = resolve(source)
     config = load_config(path)
     model = Model(config, load_weights(path, config, dtype, device))
@@ -764,8 +767,8 @@ def load_model(
 def join_qkv(model: Model) -> None:
     """Give each layer "self_attn.qkv_proj.weight", the rows of q, k and v joined; a bias likewise.
 
-    The names it has keep their values, as views of those rows: nothing lies in memory twice. What
-    is written into one of them is seen by the whole; another tensor put under its name is not.
+    The weights of q, k and v become views of those rows, so no value is stored twice. In-place
+    edits show in qkv_proj; rebinding a name does not.
     """
     for i, layer in enumerate(model.layers):
         for kind in ("weight", "bias") if model.config.qkv_bias else ("weight",):

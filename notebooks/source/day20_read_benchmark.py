@@ -169,10 +169,10 @@ def attention_benchmark(
 ) -> list[AttentionRow]:
     """Time one layer's attention of one new token, with K and V in scattered blocks, two ways.
 
-    "gather" copies K and V out of the pool, then attends. "fused" is the cache's paged_attention,
-    with the reference as backend. Raises WrongAnswer unless the two results are equal in every bit.
-    Each round moves to the next layer, and the two code paths use different layers, so that a long
-    sequence's K and V are not left in the processor's cache by the round before.
+    "gather" copies K and V out of the pool, then attends; "fused" is `attend_in_place`. Raises
+    WrongAnswer unless the two results are equal in every bit. Each round moves to the next layer,
+    and the two code paths use different layers, so that a long sequence's K and V are not left in
+    the processor's cache by the round before.
     """
     rows = []
     for kv_len in kv_lens:
@@ -185,10 +185,7 @@ def attention_benchmark(
 
         def fused(layers=layers, cache=cache, step=step) -> torch.Tensor:
             layers[1] = (layers[1] + 1) % (config.num_layers - 1)
-            with use_backend("reference"):  # the backend of Day 20, when the baseline was taken
-                return cache.paged_attention(
-                    layers[1], step["k"], step["v"], step["q"], config.n_rep
-                )
+            return attend_in_place(cache, layers[1], step["k"], step["v"], step["q"], config.n_rep)
 
         paths = {"gather": gather, "fused": fused}
         # Run fused first: gather also writes K and V, which would hide a missing write.

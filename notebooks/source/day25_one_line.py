@@ -150,9 +150,10 @@ class PagedKVCache(PagedKVCache):
         n_rep: int,
         scale: float | None = None,
     ) -> torch.Tensor:
-        """Write this step's k and v, then let q [1, n_q, query_len, head_dim] attend in place.
+        """Write k and v as append does, then attend with q [1, n_q, query_len, head_dim].
 
-        The history is read where it lies, through the slot mapping; errors as for append.
+        K and V stay in the pool: the backend reads them through the slot mapping. Returns the
+        attention, [1, n_q, query_len, head_dim]. Raises what append raises.
         """
         slots = self._write(layer, k, v)
         return paged_attention_dispatch(

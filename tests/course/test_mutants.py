@@ -246,6 +246,14 @@ def test_an_entry_for_one_answer_does_not_fit_another():
     assert "stale" in complaints[0]
 
 
+def test_an_entry_may_name_the_part_that_changes():
+    one, other = survivor("n = k.shape[2]", "n = q.shape[2]"), survivor("f(k.shape[2])", "f(3)")
+    part = {"exercise": "toy", "old_part": "k.shape[2]", "new_part": "q.shape[2]", "reason": "1"}
+    equivalent, left, complaints = sorted_out("toy", [one, other], [part])
+    assert (equivalent, left, complaints) == ([one], [other], [])
+    assert "'k.shape[2]' -> 'q.shape[2]'" in sorted_out("toy", [other], [part])[2][0]
+
+
 def test_an_entry_whose_mutant_is_killed_is_stale():
     killed = replace(survivor(), fate="killed")
     assert "stale" in sorted_out("toy", [killed], [entry()])[2][0]
