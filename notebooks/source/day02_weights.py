@@ -58,7 +58,7 @@ today.picture("weights-are-names")
 
 # %%
 from nanoserve.fetch import gguf_path, model_folder, resolve
-from nanoserve.gguf_file import gguf_config, open_gguf
+from nanoserve.gguf_file import check_readable, gguf_config, open_gguf
 
 resolve("smollm2")  # brings the model if this is your first day
 path, folder = gguf_path(), model_folder()
@@ -91,8 +91,11 @@ for tensor in tensors[:7]:
 
 # %%
 import json
+import reprlib
+import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 # %% jupyter={"source_hidden": true}
 # lands in nanoserve/config.py: FAMILIES, UnsupportedModel, Llama3Scaling, ModelConfig
@@ -100,12 +103,12 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 class UnsupportedModel(ValueError):
-    """The checkpoint asks for something this engine does not do; the message names it."""
+    """The checkpoint needs an option that the engine lacks; the message names file and option."""
 
 
 @dataclass(frozen=True)
 class Llama3Scaling:
-    """Llama 3's stretched RoPE (Llama 3.1 model card): slow frequencies are divided by `factor`."""
+    """Llama 3's RoPE scaling (Llama 3.1 model card): low frequencies are divided by `factor`."""
 
     factor: float
     low_freq_factor: float
@@ -115,7 +118,7 @@ class Llama3Scaling:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of a decoder-only transformer. Sizes count elements, the context tokens."""
+    """The shape of a decoder-only transformer. Sizes count elements; the context counts tokens."""
 
     family: str
     vocab_size: int
@@ -125,7 +128,7 @@ class ModelConfig:
     n_q: int  # query heads
     n_kv: int  # key and value heads, each shared by n_rep query heads
     head_dim: int
-    context: int  # the most positions the model was made for
+    context: int  # maximum number of tokens in a sequence
     norm_eps: float
     rope_theta: float
     rope_scaling: Llama3Scaling | None
@@ -138,119 +141,281 @@ class ModelConfig:
 
     @property
     def n_rep(self) -> int:
-        """How many query heads read one KV head."""
+        """Number of query heads that share one KV head."""
         return self.n_q // self.n_kv
 
 
 # %% [markdown]
-# The parsing is reading, not an exercise. Skim it for one habit: whatever the engine cannot do is
-# **refused by name**. A sliding window that is ignored, or an unknown way of scaling positions,
-# would not crash. It would be a model that is subtly another one.
+# The parsing is reading, not an exercise. Skim it for two habits.
+#
+# - **Every field is checked once**, on the way in: its type, its range, and whether it contradicts
+#   another field. `Fields` below does the first two, and its errors name file, field and value.
+# - **An unsupported option is refused by name.** A sliding window that is ignored, or an unknown
+#   RoPE scaling, would not crash. The model would compute something else.
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/config.py: parse_config, _refuse, _rope, _ids
-def parse_config(hf: dict, generation: dict | None = None) -> ModelConfig:
-    """Turn the dictionary of a config.json (and of a generation_config.json) into a ModelConfig."""
-    eos = (generation or {}).get("eos_token_id")
-    family = hf.get("model_type")
-    if family not in FAMILIES:
-        raise UnsupportedModel(
-            f"model_type {family!r} is not supported; supported: {', '.join(FAMILIES)}"
-        )
-    _refuse(hf, family)
+# lands in nanoserve/config.py: Fields, _is_int
+class Fields:
+    """The fields of one JSON object. Each method checks type and range and returns the value.
 
-    def need(key: str) -> int:
-        value = hf.get(key)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"config.json: {key} must be a positive integer, got {value!r}")
+    A ValueError names the file, the field and the value. `null` is a wrong type, unless a method
+    says otherwise; `true` and `false` are not numbers.
+    """
+
+    def __init__(self, values: dict, file: str, prefix: str = "") -> None:
+        self.values, self.file, self.prefix = values, file, prefix
+
+    def wrong(self, key: str, problem: str) -> ValueError:
+        """The error for a field whose value the file may not have."""
+        return ValueError(f"{self.file}: {self.prefix}{key} {problem}")
+
+    def unsupported(self, key: str, supported: str) -> UnsupportedModel:
+        """The error for a field whose value is valid elsewhere, but not in this engine."""
+        value = reprlib.repr(self.values[key])
+        return UnsupportedModel(
+            f"{self.file}: {self.prefix}{key} {value} is not supported; supported: {supported}"
+        )
+
+    def size(self, key: str, default: int | None = None, high: int = 2**31 - 1) -> int:
+        """An integer from 1 to high. Without a default the field is required."""
+        value = self.values.get(key, default)
+        if not _is_int(value) or not 1 <= value <= high:
+            limit = "a positive integer" if not _is_int(value) or value < 1 else f"at most {high}"
+            raise self.wrong(key, f"must be {limit}, got {self._got(key, value)}")
         return value
 
-    n_q = need("num_attention_heads")
-    n_kv = n_q if hf.get("num_key_value_heads") is None else need("num_key_value_heads")
-    if n_q % n_kv:
-        raise ValueError(
-            f"config.json: {n_q} query heads cannot be shared evenly by {n_kv} KV heads"
+    def number(
+        self, key: str, default: float | None = None, high: float = sys.float_info.max
+    ) -> float:
+        """A number above 0 and below high, as a float. Without a default the field is required."""
+        value = self.values.get(key, default)
+        plain = isinstance(value, int | float) and not isinstance(value, bool)
+        if not plain or not 0 < value < high:  # NaN is neither
+            limit = "a finite number above 0" if high > 1 else f"a number above 0 and below {high}"
+            raise self.wrong(key, f"must be {limit}, got {self._got(key, value)}")
+        return float(value)
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        """`true` or `false`."""
+        value = self.values.get(key, default)
+        if not isinstance(value, bool):
+            raise self.wrong(key, f"must be true or false, got {reprlib.repr(value)}")
+        return value
+
+    def token_ids(self, key: str, vocab_size: int, several: bool = True) -> tuple[int, ...]:
+        """One token id, a list of them where `several`, or none (absent or null)."""
+        value = self.values.get(key)
+        ids = value if several and isinstance(value, list) else [] if value is None else [value]
+        if not all(_is_int(i) and 0 <= i < vocab_size for i in ids):
+            raise self.wrong(
+                key,
+                f"must be {'token ids' if several else 'a token id'} from 0 to {vocab_size - 1}, "
+                f"got {reprlib.repr(value)}",
+            )
+        return tuple(ids)
+
+    def _got(self, key: str, value: Any) -> str:
+        return reprlib.repr(value) if key in self.values else "nothing"
+
+    def inner(self, key: str) -> "Fields | None":
+        """The object under a key; None where the field is absent, null or empty."""
+        value = self.values.get(key)
+        if value is not None and not isinstance(value, dict):
+            raise self.wrong(key, f"must be an object or null, got {reprlib.repr(value)}")
+        return Fields(value, self.file, f"{self.prefix}{key}.") if value else None
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+# %% [markdown]
+# `parse_config` reads the fields with it. The helpers hold what differs by family: the options that
+# change the computation, the windows, the heads, and RoPE, which has an older and a newer spelling.
+# transformers decides what an absent field or a `null` means; the repository's tests mutate
+# configurations at random and compare with transformers.
+
+
+# %% jupyter={"source_hidden": true}
+# lands in nanoserve/config.py: parse_config
+def parse_config(
+    hf: dict,
+    generation: dict | None = None,
+    file: str = "config.json",
+    generation_file: str = "generation_config.json",
+) -> ModelConfig:
+    """Turn the content of config.json (and of generation_config.json) into a ModelConfig.
+
+    An absent field has the value that transformers gives it, by family; a null is accepted where
+    transformers accepts it. Errors as for load_config; they name `file` or `generation_file`.
+    """
+    fields = Fields(hf, file)
+    family = hf.get("model_type")
+    if family not in FAMILIES:
+        shown = reprlib.repr(family)
+        raise UnsupportedModel(
+            f"{file}: model_type {shown} is not supported; supported: {', '.join(FAMILIES)}"
         )
-    hidden_size = need("hidden_size")
-    if hf.get("head_dim") is None and hidden_size % n_q:
-        raise ValueError(
-            f"config.json: hidden_size {hidden_size} is no multiple of {n_q} heads, and no head_dim"
-        )
-    head_dim = hidden_size // n_q if hf.get("head_dim") is None else need("head_dim")
-    if head_dim % 2:
-        raise ValueError(f"config.json: head_dim must be even for RoPE, got {head_dim}")
-    theta, scaling = _rope(hf)
-    bias = bool(hf.get("attention_bias", False))
+    num_layers = fields.size("num_hidden_layers", high=10_000)
+    _check_options(fields, family)
+    _check_windows(fields, family, num_layers)
+    n_q, n_kv, head_dim = _heads(fields, family)
+    theta, scaling = _rope(fields)
+    vocab_size = fields.size("vocab_size")
+    bias = fields.flag("attention_bias") if family in ("llama", "qwen3") else False
+    eos_ids = fields.token_ids("eos_token_id", vocab_size)
+    chosen = Fields(generation or {}, generation_file)
+    if chosen.values.get("eos_token_id") is not None:
+        eos_ids = chosen.token_ids("eos_token_id", vocab_size)
+    bos = fields.token_ids("bos_token_id", vocab_size, several=False)
     return ModelConfig(
         family=family,
-        vocab_size=need("vocab_size"),
-        hidden_size=hidden_size,
-        intermediate_size=need("intermediate_size"),
-        num_layers=need("num_hidden_layers"),
+        vocab_size=vocab_size,
+        hidden_size=fields.size("hidden_size"),
+        intermediate_size=fields.size("intermediate_size"),
+        num_layers=num_layers,
         n_q=n_q,
         n_kv=n_kv,
         head_dim=head_dim,
-        context=need("max_position_embeddings"),
-        norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
+        context=fields.size("max_position_embeddings"),
+        norm_eps=fields.number("rms_norm_eps", 1e-6, high=1),
         rope_theta=theta,
         rope_scaling=scaling,
         qkv_bias=family == "qwen2" or bias,
-        o_bias=family != "qwen2" and bias,
+        o_bias=bias,
         qk_norm=family == "qwen3",
-        tied_head=bool(hf.get("tie_word_embeddings", False)),
-        eos_ids=_ids(hf.get("eos_token_id") if eos is None else eos),
-        bos_id=hf.get("bos_token_id"),
+        tied_head=fields.flag("tie_word_embeddings"),
+        eos_ids=eos_ids,
+        bos_id=bos[0] if bos else None,
     )
 
 
-def _refuse(hf: dict, family: str) -> None:
-    """Raise UnsupportedModel for an option that would silently change what the model computes."""
-    if hf.get("hidden_act", "silu") != "silu":
-        raise UnsupportedModel(f"hidden_act {hf['hidden_act']!r} is not supported; supported: silu")
-    if hf.get("mlp_bias"):
-        raise UnsupportedModel("mlp_bias is not supported")
-    if hf.get("quantization_config"):
-        method = hf["quantization_config"].get("quant_method", "unnamed")
-        raise UnsupportedModel(
-            f"quantization_config ({method}) is not supported; use float weights"
+def _check_options(fields: Fields, family: str) -> None:
+    """Raise UnsupportedModel for an option that changes what the model computes."""
+    values = fields.values
+    if values.get("hidden_act", "silu") != "silu":
+        raise fields.unsupported("hidden_act", "silu")
+    if family == "llama" and fields.flag("mlp_bias"):
+        raise fields.unsupported("mlp_bias", "false")
+    if values.get("quantization_config") is not None:
+        raise fields.unsupported("quantization_config", "null")
+    if values.get("per_layer_config") not in (None, {}):
+        raise fields.unsupported("per_layer_config", "null")
+
+
+def _check_windows(fields: Fields, family: str, num_layers: int) -> None:
+    """Raise UnsupportedModel unless every layer attends to the whole sequence.
+
+    Mistral applies sliding_window whenever it is not null, and ignores use_sliding_window. Qwen
+    applies it with use_sliding_window, to the layers from max_window_layers on, or to those that
+    layer_types names. Llama has no window, but transformers' KV cache applies one all the same.
+    """
+    values, kinds = fields.values, fields.values.get("layer_types")
+    if family == "mistral" and "layer_types" in values:
+        raise fields.unsupported("layer_types", "no such field (transformers reads a Ministral)")
+    if kinds is not None:
+        if not isinstance(kinds, list) or len(kinds) != num_layers:
+            raise fields.wrong(
+                "layer_types",
+                f"must be null or a list of {num_layers} names, got {reprlib.repr(kinds)}",
+            )
+        if any(kind != "full_attention" for kind in kinds):
+            raise fields.unsupported("layer_types", "full_attention in every layer")
+    window = values.get("sliding_window", None if family == "llama" else 4096)
+    if window is not None and not _is_int(window):
+        raise fields.wrong("sliding_window", f"must be an integer or null, got {window!r:.40}")
+    if family in ("qwen2", "qwen3"):
+        first = values.get("max_window_layers", 28)
+        if not _is_int(first):
+            raise fields.wrong("max_window_layers", f"must be an integer, got {first!r:.40}")
+        if not fields.flag("use_sliding_window") or kinds is not None or first >= num_layers:
+            return
+    if window is not None:
+        raise Fields({"sliding_window": window}, fields.file).unsupported(
+            "sliding_window", "attention to the whole sequence"
         )
-    window = hf.get("sliding_window", 4096)  # transformers' own default, where it is switched on
-    if window is not None and hf.get("use_sliding_window", family == "mistral"):
-        raise UnsupportedModel(f"sliding_window {window} is not supported; supported: none")
-    unusual = sorted(set(hf.get("layer_types") or ()) - {"full_attention"})
-    if unusual:
-        raise UnsupportedModel(f"layer_types {', '.join(unusual)} are not supported")
-    rotated = (hf | (hf.get("rope_parameters") or {})).get("partial_rotary_factor", 1.0)
-    if rotated != 1.0:
-        raise UnsupportedModel(f"partial_rotary_factor {rotated} is not supported; supported: 1.0")
 
 
-def _rope(hf: dict) -> tuple[float, Llama3Scaling | None]:
-    """Theta and scaling, from rope_parameters (newer) or rope_theta and rope_scaling (older)."""
-    rope = {**(hf.get("rope_scaling") or {}), **(hf.get("rope_parameters") or {})}
-    theta = float(rope.get("rope_theta", hf.get("rope_theta", 10_000.0)))
-    kind = rope.get("rope_type", rope.get("type", "default"))
+def _heads(fields: Fields, family: str) -> tuple[int, int, int]:
+    """Query heads, KV heads and head_dim."""
+    values, hidden = fields.values, fields.size("hidden_size")
+    n_q = fields.size("num_attention_heads")
+    kv_null = values.get("num_key_value_heads", ...) is None and family != "mistral"
+    kv_absent = {"llama": n_q, "mistral": 8, "qwen2": 32, "qwen3": 32}[family]
+    n_kv = n_q if kv_null else fields.size("num_key_value_heads", kv_absent)
+    if n_q % n_kv:
+        raise fields.wrong(
+            "num_key_value_heads", f"{n_kv} cannot share num_attention_heads {n_q} evenly"
+        )
+    null = family in ("llama", "mistral") and values.get("head_dim", ...) is None
+    derived = null or ("head_dim" not in values and family != "qwen3")
+    if hidden % n_q and (derived or family == "llama"):
+        raise fields.wrong("hidden_size", f"{hidden} is no multiple of num_attention_heads {n_q}")
+    head_dim = hidden // n_q if derived else fields.size("head_dim", 128)
+    if head_dim % 2:
+        raise fields.wrong("head_dim", f"must be even for RoPE, got {head_dim}")
+    return n_q, n_kv, head_dim
+
+
+def _rope(fields: Fields) -> tuple[float, Llama3Scaling | None]:
+    """RoPE's theta and scaling: rope_theta and rope_scaling, or newer, both in rope_parameters.
+
+    A file may use both spellings if they mean the same.
+    """
+    theta = fields.number("rope_theta", 10_000.0)
+    rotated = fields.values.get("partial_rotary_factor")
+    if rotated is not None and rotated != 1:
+        raise fields.unsupported("partial_rotary_factor", "1.0")
+    inner = (fields.inner("rope_scaling"), fields.inner("rope_parameters"))
+    meanings = [_rope_object(rope, fields) for rope in inner if rope is not None]
+    if len(set(meanings)) > 1:
+        raise fields.wrong("rope_scaling", "contradicts rope_parameters")
+    return meanings[0] if meanings else (theta, None)
+
+
+def _rope_object(rope: Fields, outer: Fields) -> tuple[float, Llama3Scaling | None]:
+    """Theta and scaling of the object rope_scaling or rope_parameters, which lies in `outer`."""
+    kind = rope.values.get("rope_type", rope.values.get("type", "default"))
+    if kind not in ("default", "llama3"):
+        raise UnsupportedModel(
+            f"{rope.file}: {rope.prefix}rope_type {reprlib.repr(kind)} is not supported; "
+            "supported: default, llama3"
+        )
+    if rope.values.get("type", kind) != kind:
+        raise rope.wrong("type", f"contradicts rope_type {kind!r}")
+    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+    if kind == "llama3":
+        known |= {"factor", "low_freq_factor", "high_freq_factor"}
+        known |= {"original_max_position_embeddings"}
+    for key in sorted(rope.values.keys() - known):
+        raise UnsupportedModel(
+            f"{rope.file}: {rope.prefix}{reprlib.repr(key)[1:-1]} is not supported "
+            f"with rope_type {kind}"
+        )
+    if rope.values.get("partial_rotary_factor", 1) != 1:
+        raise rope.unsupported("partial_rotary_factor", "1.0")
+    theta = rope.number("rope_theta", outer.number("rope_theta", 10_000.0))
+    if outer.values.get("rope_theta", theta) != theta:
+        raise rope.wrong(
+            "rope_theta", f"{theta:g} contradicts rope_theta {outer.values['rope_theta']:g}"
+        )
     if kind == "default":
         return theta, None
-    if kind != "llama3":
-        raise UnsupportedModel(f"RoPE type {kind!r} is not supported; supported: default, llama3")
-    try:
-        return theta, Llama3Scaling(
-            factor=float(rope["factor"]),
-            low_freq_factor=float(rope["low_freq_factor"]),
-            high_freq_factor=float(rope["high_freq_factor"]),
-            original_context=int(rope["original_max_position_embeddings"]),
-        )
-    except KeyError as missing:
-        raise ValueError(f"config.json: llama3 RoPE scaling lacks {missing}") from None
-
-
-def _ids(value: int | list[int] | None) -> tuple[int, ...]:
-    """One id, several, or none, as a tuple."""
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, int) else tuple(value)
+    scaling = Llama3Scaling(
+        factor=rope.number("factor"),
+        low_freq_factor=rope.number("low_freq_factor"),
+        high_freq_factor=rope.number("high_freq_factor"),
+        original_context=rope.size("original_max_position_embeddings"),
+    )
+    if scaling.factor < 1:
+        raise rope.wrong("factor", f"must be at least 1, got {scaling.factor:g}")
+    if scaling.high_freq_factor <= scaling.low_freq_factor:
+        raise rope.wrong("high_freq_factor", "must be above low_freq_factor")
+    key = "original_max_position_embeddings"
+    if outer.values.get(key, scaling.original_context) != scaling.original_context:
+        raise rope.wrong(key, f"contradicts {key} outside of the object")
+    return theta, scaling
 
 
 # %% jupyter={"source_hidden": true}
@@ -258,27 +423,29 @@ def _ids(value: int | list[int] | None) -> tuple[int, ...]:
 def load_config(path: Path) -> ModelConfig:
     """Read the config of a folder in the Hugging Face layout, or of a .gguf file.
 
-    Raises UnsupportedModel, naming the option, before any weight is read; ValueError where the
-    config is missing, is not JSON, lacks a key or contradicts itself.
+    Reads no weight. Raises UnsupportedModel for an option that the engine lacks, and ValueError for
+    a file that is missing or no JSON and for a field that is missing, wrong or contradicts another.
     """
     if path.suffix == ".gguf":
-        return parse_config(gguf_config(path))
-    generation = path / "generation_config.json"
+        return parse_config(gguf_config(path), file=str(path))
+    config, generation = path / "config.json", path / "generation_config.json"
     return parse_config(
-        read_json(path / "config.json"), read_json(generation) if generation.exists() else {}
+        read_json(config),
+        read_json(generation) if generation.exists() else None,
+        str(config),
+        str(generation),
     )
 
 
 def read_json(path: Path) -> dict:
-    """The object in a JSON file. ValueError, naming the file, where it is missing or holds none."""
+    """The object in a JSON file. Raises ValueError, naming file and reason, if there is none."""
+    check_readable(path)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"{path} is missing: not a folder in the Hugging Face layout") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, a number of 5,000 digits
         raise ValueError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(content, dict):
-        raise ValueError(f"{path} is not valid JSON: it holds no object")
+        raise ValueError(f"{path} is not valid JSON: its content is not an object")
     return content
 
 
@@ -288,7 +455,7 @@ print(config)
 
 # %% [markdown]
 # The folder beside the file is the same model in the Hugging Face layout: `config.json`,
-# `model.safetensors` and the tokenizer. Both say the same. And two configs that must not pass:
+# `model.safetensors` and the tokenizer. Both say the same. And three configs that must not pass:
 
 
 # %%
@@ -303,6 +470,7 @@ def told(call):
 print(load_config(folder) == config)
 told(lambda: parse_config({"model_type": "gpt2"}))
 told(lambda: parse_config(gguf_config(path) | {"rope_scaling": {"rope_type": "yarn"}}))
+told(lambda: parse_config(gguf_config(path) | {"rms_norm_eps": None}))
 
 # %% [markdown]
 # ## Names
@@ -368,7 +536,7 @@ import re
 def hf_name(gguf_name: str) -> str:
     """The Hugging Face name of a GGUF tensor: blk.3.attn_q.weight is a q_proj of model.layers.3.
 
-    A name that no table knows comes back unchanged, to be refused as surplus.
+    A name with an unknown part comes back unchanged; check_shapes then refuses it as surplus.
     """
     layer, part, kind = re.match(r"(?:blk\.(\d+)\.)?(\w*)\.?(.*)", gguf_name).groups()
     if part not in GGUF_NAMES or kind not in ("weight", "bias"):
@@ -633,8 +801,8 @@ today.check(unpermute)
 def unpermute(weight: torch.Tensor, n_heads: int) -> torch.Tensor:
     """Undo GGUF's order of a Llama's q or k rows: [n_heads * head_dim, ...], same shape out.
 
-    GGUF keeps the two rows that RoPE rotates together side by side; the Hugging Face layout keeps
-    them half a head apart (rows i and i + head_dim / 2).
+    RoPE rotates rows in pairs. GGUF stores the two rows of a pair side by side; the Hugging Face
+    layout stores them half a head apart (rows i and i + head_dim / 2).
     """
     pairs = weight.unflatten(0, (n_heads, -1, 2))  # [n_heads, head_dim / 2, 2, ...]
     return pairs.transpose(1, 2).flatten(0, 2)
@@ -661,7 +829,7 @@ FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor that still lies in its file: its shape is known, its values come with read()."""
+    """A tensor in a file: its shape, and read() to load its values."""
 
     shape: tuple[int, ...]
     read: Callable[[], torch.Tensor]
@@ -695,7 +863,7 @@ def list_gguf(path: Path, config: ModelConfig) -> dict[str, StoredTensor]:
 
     stored = {}
     for tensor in open_gguf(path).tensors:
-        if tensor.name == "rope_freqs.weight":  # the config has read it
+        if tensor.name == "rope_freqs.weight":  # gguf_config reads it
             continue
         kind = tensor.tensor_type.name
         if kind not in FLOATS and not hasattr(quants, kind):
@@ -706,7 +874,7 @@ def list_gguf(path: Path, config: ModelConfig) -> dict[str, StoredTensor]:
             heads = {"attn_q": config.n_q, "attn_k": config.n_kv}.get(tensor.name.split(".")[-2])
             return unpermute(values, heads) if heads and config.family == "llama" else values
 
-        # GGUF counts dimensions from the innermost outwards
+        # GGUF lists dimensions from the innermost to the outermost.
         stored[hf_name(tensor.name)] = StoredTensor(tuple(map(int, tensor.shape[::-1])), read)
     return stored
 
@@ -719,37 +887,35 @@ def list_gguf(path: Path, config: ModelConfig) -> dict[str, StoredTensor]:
 # %% jupyter={"source_hidden": true}
 # lands in nanoserve/weights.py: list_safetensors
 def list_safetensors(folder: Path) -> dict[str, StoredTensor]:
-    """The tensors of model.safetensors, or of the shards that its index.json names."""
+    """The tensors of model.safetensors, or of the shards in model.safetensors.index.json."""
     from safetensors import SafetensorError, safe_open
 
     index = folder / "model.safetensors.index.json"
     if (folder / "model.safetensors").exists():
         files = [folder / "model.safetensors"]
     elif index.exists():
-        try:
-            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise ValueError(f"{index} is not valid: it names no weight's file") from None
-        files = [folder / name for name in sorted(names)]
+        names = read_json(index).get("weight_map")
+        if not isinstance(names, dict) or not all(isinstance(n, str) for n in names.values()):
+            raise ValueError(f"{index} is not valid: weight_map names no files")
+        files = [folder / name for name in sorted(set(names.values()))]
     else:
         raise ValueError(f"{folder} has no weights: no model.safetensors, no {index.name}")
     stored = {}
     for file in files:
-        if not file.exists():
-            raise ValueError(f"{file} is missing, and {index.name} names it")
+        check_readable(file)
         try:
             shard = safe_open(file, framework="pt")
         except SafetensorError as error:
             raise ValueError(f"{file} is not a whole safetensors file: {error}") from None
         for name in shard.keys():  # a safetensors file is no dict
-            if name.endswith("rotary_emb.inv_freq"):  # a constant that old Llama files carry
+            if name.endswith("rotary_emb.inv_freq"):  # a constant in old Llama files
                 continue
             view = shard.get_slice(name)
             if view.get_dtype() not in FLOATS:
                 raise UnsupportedModel(
                     f"tensor {name} is stored as {view.get_dtype()}; supported: {', '.join(FLOATS)}"
                 )
-            # bound as defaults: a closure would see only the loop's last shard and name
+            # Defaults bind shard and name now; a closure would use those of the last iteration.
             stored[name] = StoredTensor(
                 tuple(view.get_shape()), lambda shard=shard, name=name: shard.get_tensor(name)
             )
@@ -766,9 +932,9 @@ def load_weights(
 ) -> dict[str, torch.Tensor]:
     """Read a folder of safetensors, or a .gguf file, into {Hugging Face name: tensor}.
 
-    "lm_head.weight" is always there; where the head is tied, or the file has no head, it is the
-    embedding itself. Raises ValueError for a missing, surplus or misshapen tensor and for a file
-    that is cut short, naming it, before any value is read.
+    The result always has "lm_head.weight"; a tied head is the embedding itself, in the same memory.
+    Raises ValueError, naming it, for a file that cannot be read or is not whole, for a tensor that
+    is missing, surplus or has the wrong shape, and for a head that contradicts the config.
     """
     stored = list_gguf(path, config) if path.suffix == ".gguf" else list_safetensors(path)
     head = stored.pop("lm_head.weight", None)
@@ -776,12 +942,17 @@ def load_weights(
     if head is not None:
         shape = (config.vocab_size, config.hidden_size)
         check_shapes({"lm_head.weight": head}, {"lm_head.weight": shape})
+    elif not config.tied_head:
+        raise ValueError("tensor lm_head.weight is missing, and tie_word_embeddings is not true")
     weights = {name: tensor.read().to(device, dtype) for name, tensor in stored.items()}
     embedding = weights["model.embed_tokens.weight"]
-    if config.tied_head or head is None:
+    weights["lm_head.weight"] = embedding if head is None else head.read().to(device, dtype)
+    if config.tied_head and head is not None:
+        if not torch.equal(weights["lm_head.weight"], embedding):
+            raise ValueError(
+                "tensor lm_head.weight differs from the embedding, but tie_word_embeddings is true"
+            )
         weights["lm_head.weight"] = embedding
-    else:
-        weights["lm_head.weight"] = head.read().to(device, dtype)
     return weights
 
 

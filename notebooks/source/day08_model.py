@@ -138,7 +138,7 @@ class Model:
         return self.weights["lm_head.weight"].dtype
 
     def _rope(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin of positions start to stop; the tables double when they are outgrown."""
+        """cos and sin of positions start to stop. The tables double when they are too short."""
         if stop > self.config.context:
             raise ValueError(
                 f"position {stop - 1} is past the model's context of {self.config.context}"
@@ -197,7 +197,7 @@ class Model(Model):
             raise ValueError(
                 f"ids must be integers [batch, seq], got {ids.dtype} {list(ids.shape)}"
             )
-        if ids.device.type == "cpu":  # elsewhere reading them would stall the stream
+        if ids.device.type == "cpu":  # on a GPU, reading them would wait for all queued work
             low, high = (int(i) for i in ids.aminmax())
             if low < 0 or high >= self.config.vocab_size:
                 raise ValueError(
@@ -232,8 +232,9 @@ class Model(Model):
     def __call__(self, ids: torch.Tensor, cache: Cache | None = None) -> torch.Tensor:
         """Logits of the token after each position: ids [batch, seq] -> [batch, seq, vocab].
 
-        With a cache (batch 1), ids are the tokens that follow those it holds, and it keeps theirs.
-        Raises ValueError for ids of another shape or type, and past the model's context.
+        With a cache (batch 1), ids are the tokens after those in the cache, and their keys and
+        values are added to the cache. Raises ValueError for ids of another shape or type, and for
+        positions past the model's context.
         """
         return self.head(self.hidden(ids, cache))
 

@@ -86,8 +86,10 @@ from nanoserve.model import Model
 # lands in nanoserve/generate.py: next_logits
 @torch.no_grad()
 def next_logits(model: Model, ids: Sequence[int], cache: Cache | None = None) -> torch.Tensor:
-    """The logits of the token that follows ids: float32 [vocab]. Only the last position's are
-    computed: the head is a fifth of the model's weights."""
+    """The logits of the token after ids: float32 [vocab].
+
+    Computes the head for the last position only: it is a fifth of SmolLM2's weights.
+    """
     hidden = model.hidden(torch.tensor([ids], device=model.device), cache)
     return model.head(hidden[0, -1]).float()
 

@@ -95,11 +95,14 @@ def generate_tokens(
     cache: Cache | None = None,
     eos_ids: Sequence[int] = (),
 ) -> Iterator[Sample]:
-    """The loop: run the model, choose a token, append it; stop at an end token (which is yielded),
-    after max_tokens, or when the context is full. With an empty cache a step feeds one token."""
+    """The loop: run the model, choose a token, append it.
+
+    Stops after an end token (which it yields), after max_tokens, or when the context is full. With
+    a cache, which must be empty, each step after the first computes one token.
+    """
     generator = make_generator(params.seed, model.device)
     ids = list(prompt_ids)
-    step = ids  # what the model has not seen yet: first the prompt, then one token at a time
+    step = ids  # the tokens to compute: first the prompt, then one at a time
     for _ in range(min(params.max_tokens, model.config.context - len(ids) + 1)):
         chosen = sample(
             next_logits(model, step, cache), params, generator, prompt_ids, ids[len(prompt_ids) :]
@@ -208,7 +211,7 @@ today.check(StopStrings)
 # %% jupyter={"source_hidden": true}
 # lands in nanoserve/generate.py: StopStrings
 class StopStrings:
-    """Holds text back for as long as it may still turn out to be a stop string."""
+    """Holds text back while it may be the beginning of a stop string."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = stops
@@ -216,12 +219,12 @@ class StopStrings:
         self.found = False
 
     def add(self, piece: str) -> str:
-        """The text that can be shown now; once a stop string has come, nothing from it on."""
+        """The text that can be shown now. From the first stop string on, nothing."""
         if self.found:
             return ""
         text = self._held + piece
         found = [(text.find(s) + len(s), text.find(s)) for s in self._stops if s in text]
-        if found:  # the first that is complete, so it never matters how the text came in pieces
+        if found:  # The stop string that is complete first: the cut between pieces does not matter.
             self.found, self._held = True, ""
             return text[: min(found)[1]]
         keep = self._undecided(text)
@@ -229,12 +232,12 @@ class StopStrings:
         return text[: len(text) - keep]
 
     def finish(self) -> str:
-        """What was held back and never became a stop string."""
+        """The text that is still held back."""
         text, self._held = self._held, ""
         return text
 
     def _undecided(self, text: str) -> int:
-        """The length of the longest end of text that begins some stop string."""
+        """The length of the longest suffix of text that is a prefix of a stop string."""
         longest = max((len(stop) - 1 for stop in self._stops), default=0)
         return next(
             (
@@ -304,11 +307,11 @@ for name in ("emoji", "japanese", "story"):
 # lands in nanoserve/generate.py: Completion, Stream
 @dataclass(frozen=True)
 class Completion:
-    """What a prompt was answered with.
+    """The result of one prompt.
 
-    `text` leaves out the end token and a stop string; `token_ids` holds every token generated.
-    `finish_reason` is "stop" (an end token or a stop string) or "length". `logprobs` has one
-    Sample a token where SamplingParams asked for them, else it is None.
+    `text` excludes the end token and the stop string; `token_ids` has every generated token.
+    `finish_reason` is "stop" (an end token or a stop string) or "length". `logprobs` has one Sample
+    per token if SamplingParams.logprobs is set, else it is None.
     """
 
     text: str
@@ -318,7 +321,7 @@ class Completion:
 
 
 class Stream:
-    """Pieces of text as they can be shown; iterate once. Joined, they are completion.text."""
+    """Yields pieces of text; iterate once. The pieces joined are completion.text."""
 
     def __init__(
         self,
@@ -363,7 +366,7 @@ class Stream:
 
     @property
     def completion(self) -> Completion:
-        """The whole answer; draws what has not been drawn yet."""
+        """The whole result; runs the rest of the stream first."""
         for _ in self:
             pass
         logprobs = None if self._params.logprobs is None else self._logprobs
@@ -382,18 +385,20 @@ class Stream:
 # %% jupyter={"source_hidden": true}
 # lands in nanoserve/generate.py: LLM
 class LLM:
-    """A model, its tokenizer and a kind of cache: the public face of the engine."""
+    """A model, its tokenizer and a kind of cache: the public interface of the engine."""
 
     def generate(
         self,
         prompts: str | Sequence[int] | Sequence[str | Sequence[int]],
         params: SamplingParams | None = None,
     ) -> list[Completion]:
-        """Complete one prompt or several; a prompt is text, or token ids, used as they are.
+        """Complete one prompt or several. A prompt is text, or token ids, which are used unchanged.
 
-        Raises ValueError, before any work, for an empty prompt, one longer than the model's
-        context, or an id outside the vocabulary.
+        Raises ValueError, before any work, for a prompt that is empty or longer than the model's
+        context, and for an id outside the vocabulary.
         """
+        if not isinstance(prompts, str) and not hasattr(prompts, "__len__"):
+            raise ValueError(f"prompts must be text, token ids, or a list of them, got {prompts!r}")
         single = isinstance(prompts, str) or (len(prompts) and not isinstance(prompts[0], Sequence))
         checked = [self._prompt_ids(prompt) for prompt in ([prompts] if single else prompts)]
         return [self.stream(ids, params).completion for ids in checked]
@@ -401,11 +406,11 @@ class LLM:
     def chat(
         self, messages: list[dict[str, str]], params: SamplingParams | None = None
     ) -> Completion:
-        """The assistant's answer to [{"role": "user", "content": …}, …]; errors as for generate."""
+        """Complete a conversation [{"role": "user", "content": …}, …]; errors as for generate."""
         return self.stream(self.chat_ids(messages), params).completion
 
     def chat_ids(self, messages: list[dict[str, str]]) -> list[int]:
-        """A conversation as the token ids that the model was trained to answer."""
+        """The token ids of a conversation in the checkpoint's chat template."""
         return self.tokenizer.encode(self.tokenizer.render_chat(messages), parse_special=True)
 
     def _prompt_ids(self, prompt: str | Sequence[int]) -> list[int]:

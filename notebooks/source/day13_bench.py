@@ -668,17 +668,27 @@ def _qkv(x: torch.Tensor, layer: dict[str, torch.Tensor]) -> torch.Tensor:
     return torch.cat([_linear(x, layer, f"self_attn.{letter}_proj") for letter in "qkv"], dim=-1)
 
 
+# %% [markdown]
+# `load_model` joins them at the end. It also checks its arguments before it reads a file: `as_dtype`
+# accepts three dtypes or their names, and `as_device` a device that this machine has.
+
+
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/model.py: load_model, join_qkv
+# lands in nanoserve/model.py: DTYPES, load_model, as_dtype, as_device, join_qkv
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
 def load_model(
     source: str | Path = "smollm2",
-    dtype: torch.dtype = torch.float32,
+    dtype: str | torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
 ) -> Model:
     """Load "smollm2" (fetched on first use), a folder, a .gguf file or a hub id.
 
-    Raises ValueError, naming it, for whatever the engine does not support or finds broken.
+    dtype: float32, bfloat16 or float16, or its name. Raises ValueError for a dtype or device that
+    cannot be used, and for a checkpoint that is broken or not supported.
     """
+    dtype, device = as_dtype(dtype), as_device(device)
     path = resolve(source)
     config = load_config(path)
     model = Model(config, load_weights(path, config, dtype, device))
@@ -686,11 +696,30 @@ def load_model(
     return model
 
 
+def as_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    """A dtype of DTYPES, given as it is or by its name. Raises ValueError for any other."""
+    found = DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
+    if found not in DTYPES.values():
+        raise ValueError(f"dtype {dtype!r} is not supported; supported: {', '.join(DTYPES)}")
+    return found
+
+
+def as_device(device: str | torch.device) -> torch.device:
+    """A device that holds tensors on this machine. Raises ValueError, with torch's reason."""
+    try:
+        found = torch.device(device)
+        torch.empty(1, device=found).cpu()
+    except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
+        reason = str(error).strip().split("\n")[0].rstrip(".")
+        raise ValueError(f"device {str(device)!r} cannot be used: {reason}") from None
+    return found
+
+
 def join_qkv(model: Model) -> None:
     """Give each layer "self_attn.qkv_proj.weight", the rows of q, k and v joined; a bias likewise.
 
-    The names it has keep their values, as views of those rows: nothing lies in memory twice. What
-    is written into one of them is seen by the whole; another tensor put under its name is not.
+    The weights of q, k and v become views of those rows, so no value is stored twice. In-place
+    edits show in qkv_proj; rebinding a name does not.
     """
     for i, layer in enumerate(model.layers):
         for kind in ("weight", "bias") if model.config.qkv_bias else ("weight",):
