@@ -358,7 +358,8 @@ WRITE = Exercise(
     wrong=(
         _logical, _neighbours, _oldest, _whole_history, _reshaped, _one_slot, _values_over_keys,
         _into_a_copy, _added, _one_layer, _only_the_new, _newest_first, _slot_mapping,
-        _every_layer, _never_moves, _moves_too_early, _not_mapped, _batch_taken, _batch_refused_late,
+        _every_layer, _never_moves, _moves_too_early, _not_mapped, _batch_taken,
+        _batch_refused_late,
     ),
 )  # fmt: skip
 
