@@ -80,12 +80,6 @@ def reference_logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
         return model(ids, use_cache=False).logits
 
 
-def apart(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """The largest difference of two sets of logits, as a share of the largest logit."""
-    assert ours.shape == theirs.shape
-    return float((ours - theirs).abs().max() / theirs.abs().max())
-
-
 def llama_cpp_permute(weight: np.ndarray, n_heads: int) -> np.ndarray:
     """What llama.cpp's converter does to a Llama's q and k (convert_hf_to_gguf.py, permute)."""
     return (

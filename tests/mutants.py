@@ -13,7 +13,9 @@ list it as equivalent, in tests/course/equivalent_mutants/dayNN.toml:
     new = "return (offsets, n > offsets)"
     reason = "The same comparison."
 
-`--toml` prints the survivors in this form. An entry that fits no survivor is stale. The exit status
+Instead of whole lines, `old_part` and `new_part` may give what one is replaced by in the other, so
+that one entry covers the same fault in several lines and answers. `--toml` prints the survivors as
+entries. An entry that fits no survivor is stale. The exit status
 is 1 where a survivor is not listed, an entry is stale or an entry has no reason.
 """
 
@@ -292,7 +294,8 @@ def sorted_out(
         used.update(fitting)
         (equivalent if fitting else survivors).append(result)
     for i, entry in enumerate(mine):
-        line = f"{entry.get('old', '')!r} -> {entry.get('new', '')!r}"
+        old, new = (entry.get(x, entry.get(f"{x}_part", "")) for x in ("old", "new"))
+        line = f"{old!r} -> {new!r}"
         if i not in used:
             complaints.append(f"{name}: a stale entry, no survivor is like it: {line}")
         elif not entry.get("reason", "").strip():
@@ -301,8 +304,14 @@ def sorted_out(
 
 
 def _fits(entry: dict[str, str], result: Result) -> bool:
-    same = (entry.get("old"), entry.get("new")) == (result.mutant.old, result.mutant.new)
-    return same and entry.get("answer", result.answer) == result.answer
+    if entry.get("answer", result.answer) != result.answer:
+        return False
+    old, new = result.mutant.old, result.mutant.new
+    part, other = entry.get("old_part"), entry.get("new_part")
+    if part is None or other is None:
+        return (entry.get("old"), entry.get("new")) == (old, new)
+    starts = (i for i in range(len(old)) if old.startswith(part, i))
+    return any(old[:i] + other + old[i + len(part) :] == new for i in starts)
 
 
 def as_toml(name: str, result: Result) -> str:

@@ -143,6 +143,10 @@ def _mutate_statement(block: list, index: int, statement: ast.stmt, note: Callab
         block[index] = statement
 
 
+def _is_check(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.Assert) or _is_guard(statement)
+
+
 def _header(statement: ast.stmt) -> str:
     return _masked(ast.unparse(statement)).splitlines()[0]
 
@@ -161,6 +165,8 @@ def _depend(one: ast.stmt, other: ast.stmt) -> bool:
         return True
     if isinstance(one, ast.Assign) and isinstance(other, ast.Assign):
         return False  # two places
+    if _is_check(one) and _is_check(other):
+        return False  # two reasons to refuse
     return _has_effect(one) and _has_effect(other)
 
 
@@ -200,6 +206,8 @@ def _slots(tree: ast.AST) -> Iterator[tuple[ast.AST, str, int | None, ast.AST]]:
 
 
 def _skipped(parent: ast.AST, field: str) -> bool:
+    if isinstance(parent, ast.keyword) and parent.arg == "strict":
+        return True
     return getattr(parent, "unmutated", False) or field in UNMUTATED
 
 
@@ -335,7 +343,7 @@ def _calls(node: ast.Call) -> Iterator[tuple[str, ast.AST]]:
         if func.id == "range":
             yield from _ranges(node)
     for i, keyword in enumerate(keywords):
-        if keyword.arg is not None:
+        if keyword.arg not in (None, "strict"):
             told = "dropped cast" if keyword.arg == "dtype" else "dropped argument"
             yield told, ast.Call(func, args, [*keywords[:i], *keywords[i + 1 :]])
     if len(args) > 1 and not isinstance(args[-1], ast.Starred):
@@ -522,6 +530,9 @@ class _Canonical(ast.NodeTransformer):
         self.generic_visit(node)
         if isinstance(node.op, ast.Mult | ast.BitAnd | ast.BitOr):
             return self._sorted(node)
+        signed = _signed(node, 1)
+        if any(isinstance(term, ast.UnaryOp) for term in signed):  # a - b + c is c - b + a
+            return ast.Call(ast.Name("signed"), sorted(signed, key=ast.unparse), [])
         if isinstance(node.op, ast.Add) and any(map(_numeric, _terms(node, ast.Add))):
             return self._sorted(node)
         return node
@@ -543,7 +554,7 @@ class _Canonical(ast.NodeTransformer):
             return ast.Compare(right, [op], [left])
         if isinstance(op, ast.In | ast.NotIn) and isinstance(right, ast.Tuple | ast.List | ast.Set):
             right = ast.Tuple(sorted(right.elts, key=ast.unparse), ast.Load())
-        if isinstance(op, ast.Eq | ast.NotEq):
+        if isinstance(op, ast.Eq | ast.NotEq | ast.Is | ast.IsNot):
             left, right = sorted((left, right), key=ast.unparse)
         return ast.Compare(left, [op], [right])
 
@@ -588,6 +599,22 @@ def _terms(node: ast.AST, op: type) -> list[ast.AST]:
     if isinstance(node, ast.BinOp) and isinstance(node.op, op):
         return _terms(node.left, op) + _terms(node.right, op)
     return [node]
+
+
+def _signed(node: ast.AST, sign: int) -> list[ast.AST]:
+    """The terms of a sum, the subtracted ones under a minus."""
+    if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "signed":
+        return node.args if sign > 0 else [_negative(term) for term in node.args]
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub):
+        other = sign if isinstance(node.op, ast.Add) else -sign
+        return _signed(node.left, sign) + _signed(node.right, other)
+    return [node if sign > 0 else _negative(node)]
+
+
+def _negative(node: ast.AST) -> ast.AST:
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return node.operand
+    return ast.UnaryOp(ast.USub(), node)
 
 
 def _numeric(node: ast.AST) -> bool:

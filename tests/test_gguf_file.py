@@ -13,9 +13,9 @@ from nanoserve.config import UnsupportedModel, load_config
 from nanoserve.gguf_file import BadGGUF, gguf_tokenizer, open_gguf
 from nanoserve.model import load_model
 from nanoserve.tokenizer import load_tokenizer
+from tests.bounds import apart
 from tests.checkpoints import (
     LLAMA3_GGUF,
-    apart,
     gguf_tensors,
     random_model,
     reference_logits,

@@ -12,7 +12,7 @@
 # Week 1 · Phase 0, foundations · you need: Day 1 (the oracle)
 #
 # **Today** you turn a model file into a dictionary of tensors. You translate its names, unpack its
-# 4-bit numbers and put two sorts of rows back in order, until all 273 tensors are equal to the
+# 4-bit numbers and put the rows of q and k back in order, until all 273 tensors are equal to the
 # oracle's.
 
 # %% jupyter={"source_hidden": true}
@@ -43,12 +43,13 @@ today.picture("weights-are-names")
 # ## Why it matters
 #
 # A trained model is a **checkpoint**: a file that holds the figures of its shape (the **config**)
-# and a few hundred **tensors**, each with a name. No code is in it. Whoever agrees on the names and
-# on the order of the numbers can run it: transformers, llama.cpp, vLLM and, from today on, you.
+# and a few hundred **tensors**, each with a name. It holds no code. Any program that uses the same
+# names and the same order of the numbers can run it: transformers, llama.cpp, vLLM and, from today
+# on, yours.
 #
-# That also says where it goes wrong. A tensor under a wrong name, or with its rows in another
-# order, still multiplies. No error is raised; the model just answers a little worse, or a lot. So
-# every step today has a check that asks for *equal*, not for *about right*.
+# Names and order are also where loading goes wrong. A tensor under a wrong name, or with its rows
+# in another order, still multiplies. Nothing raises an error; the model answers a little worse, or
+# a lot. So every step today is checked for *equal*, not for *about right*.
 #
 # ## What is in the file
 #
@@ -77,8 +78,7 @@ for tensor in tensors[:7]:
 #
 # ## The config
 #
-# Before any weight is read, the engine wants to know the shape of the model. The words you need
-# today:
+# Before it reads any weight, the engine needs the shape of the model. The words you need today:
 #
 # | word | meaning | here |
 # | --- | --- | --- |
@@ -146,12 +146,13 @@ class ModelConfig:
 
 
 # %% [markdown]
-# The parsing is reading, not an exercise. Skim it for two habits.
+# Parsing is no exercise: **you may leave the next folded cells closed.** They have two rules:
 #
 # - **Every field is checked once**, on the way in: its type, its range, and whether it contradicts
-#   another field. `Fields` below does the first two, and its errors name file, field and value.
-# - **An unsupported option is refused by name.** A sliding window that is ignored, or an unknown
-#   RoPE scaling, would not crash. The model would compute something else.
+#   another field. `Fields` checks the first two. Its errors name the file, the field and the value.
+# - **The engine refuses by name whatever it cannot do.** If it ignored a sliding window, or an
+#   unknown way of scaling positions, nothing would crash, but it would run another model than the
+#   one that was trained.
 
 
 # %% jupyter={"source_hidden": true}
@@ -231,10 +232,10 @@ def _is_int(value: Any) -> bool:
 
 
 # %% [markdown]
-# `parse_config` reads the fields with it. The helpers hold what differs by family: the options that
-# change the computation, the windows, the heads, and RoPE, which has an older and a newer spelling.
-# transformers decides what an absent field or a `null` means; the repository's tests mutate
-# configurations at random and compare with transformers.
+# `parse_config` reads the fields through `Fields`. Its helpers check what differs by family: options
+# that change the computation, sliding windows, heads, and RoPE, which has an older and a newer
+# spelling. An absent field or a `null` means what transformers takes it to mean. The repository's
+# tests change configurations at random and compare the result with transformers.
 
 
 # %% jupyter={"source_hidden": true}
@@ -454,8 +455,9 @@ config = load_config(path)
 print(config)
 
 # %% [markdown]
-# The folder beside the file is the same model in the Hugging Face layout: `config.json`,
-# `model.safetensors` and the tokenizer. Both say the same. And three configs that must not pass:
+# The folder beside the file holds the same model in the Hugging Face layout: `config.json`,
+# `model.safetensors` and the tokenizer. Both configs are equal. The last three lines show configs
+# that the engine refuses:
 
 
 # %%
@@ -509,10 +511,12 @@ GGUF_NAMES = {
 #
 # 1. A tensor of a layer goes under `model.layers.<number>.`; any other has no such prefix.
 # 2. The part is looked up in `GGUF_NAMES`; the kind stays.
-# 3. A name with an unknown part comes back unchanged. Somebody downstream will refuse it, by that
-#    name.
+# 3. A name with an unknown part, or with a kind other than `weight` and `bias`, comes back
+#    unchanged. The loader refuses it later, by that name.
 #
-# Stuck? `today.hint()` looks at the case that failed, and says more with each call.
+# Stuck? `today.hint()` gives a hint about your mistake, and says more with each call.
+#
+# After a kernel restart, run the cells above first (Run → Run All Above Selected Cell).
 
 
 # %%
@@ -524,8 +528,9 @@ def hf_name(gguf_name: str) -> str:
 today.check(hf_name)
 
 # %% [markdown]
-# The solution, folded. It takes the name apart with one regular expression, where yours may use
-# `split`.
+# The cell below holds the package's version; from here on this notebook uses it. (The same holds
+# for every folded solution today.) It takes the name apart with one regular expression, where yours
+# may use `split`.
 
 # %%
 import re
@@ -545,8 +550,8 @@ def hf_name(gguf_name: str) -> str:
 
 
 # %% [markdown]
-# One list of names, then, from the file; and a second one that the config alone determines. Here is
-# that second list, with the shape that each tensor must have.
+# The file gives one list of names. The config alone determines a second one, with the shape that
+# each tensor must have. The folded cell makes the second list; the cell after it compares the two.
 
 
 # %% jupyter={"source_hidden": true}
@@ -594,10 +599,10 @@ print(len(names), "in the file,", len(shapes), "expected, the same:", set(names)
 # tokens. Put numbers in place of `None` and run the cell.
 
 # %%
-today.predict("embedding", "What share of the parameters is in the embedding? (0 to 1)", guess=None)
-today.predict(
-    "bytes", "How many bytes does a weight take in this file, on average? (float32: 4)", guess=None
-)
+share = "What share of the parameters is in the embedding? (0 to 1)"
+today.predict("embedding", share, guess=None, low=0, high=1)
+each = "How many bytes does a weight take in this file, on average? (float32: 4)"
+today.predict("bytes", each, guess=None, low=0, high=8)
 
 
 # %%
@@ -650,11 +655,12 @@ prediction_marker(ax, 4.65, today.guess("bytes"))
 fig
 
 # %% [markdown]
-# The MLP has more than half, the embedding a fifth. In a model of 70 billion parameters with as
-# large a vocabulary it would be under one per cent. A small model pays dearly for its vocabulary,
-# and the tied head saves it from paying twice.
+# The MLP has more than half of the parameters, the embedding a fifth. In a model of 70 billion
+# parameters with the same vocabulary the embedding's share would be under one per cent. A
+# vocabulary is expensive for a small model, and the tied head saves it from storing the table
+# twice.
 #
-# The norms keep 4 bytes each, because they are too few to matter. The rest is packed.
+# The norms keep 4 bytes each: they are so few that packing them would save nothing.
 #
 # ## 32 weights in 20 bytes
 #
@@ -670,13 +676,13 @@ fig
 # | 2, 3 | the minimum, float16 |
 # | 4 to 19 | 16 bytes; byte i holds q of weight i in its **low** four bits, q of weight i + 16 in its **high** four |
 #
-# A byte `0x5C` at place 0, with scale 0.5 and minimum -1: the low four bits are `0xC` = 12, so
-# weight 0 is 0.5 · 12 - 1 = 5; the high four are 5, so weight 16 is 0.5 · 5 - 1 = 1.5.
+# An example: byte `0x5C` at place 0, scale 0.5, minimum -1. The low four bits are `0xC` = 12, so
+# weight 0 is 0.5 · 12 - 1 = 5. The high four are 5, so weight 16 is 0.5 · 5 - 1 = 1.5.
 #
 # ### Your turn: `dequantize_q4_1`
 #
-# In: uint8 `[n, 20]`, a block to a row. Out: float32 `[n, 32]`. `x.view(torch.float16)` reads pairs
-# of bytes as float16 (of a `contiguous()` tensor).
+# In: uint8 `[n, 20]`, one block in each row. Out: float32 `[n, 32]`, with the product and the sum
+# in float32. `x.view(torch.float16)` reads pairs of bytes as float16 (`x` must be `contiguous()`).
 
 # %%
 import torch
@@ -705,8 +711,8 @@ def dequantize_q4_1(blocks: torch.Tensor) -> torch.Tensor:
 
 
 # %% [markdown]
-# Other quantisations (the embedding's `Q8_0`: 32 numbers of 8 bits and a scale) are left to the
-# `gguf` package.
+# The `gguf` package handles the other quantisations, such as the embedding's `Q8_0` (32 numbers of
+# 8 bits and a scale).
 
 # %%
 import numpy as np
@@ -725,8 +731,8 @@ def dequantize(tensor: "ReaderTensor") -> torch.Tensor:
 
 
 # %% [markdown]
-# The `gguf` package can undo `Q4_1` too, with code of its own in NumPy. The same numbers, for every
-# tensor of layer 0?
+# The `gguf` package can undo `Q4_1` too, with its own code in NumPy. Does it give the same numbers
+# for every tensor of layer 0?
 
 # %%
 from gguf.quants import dequantize as dequantize_gguf
@@ -738,7 +744,7 @@ same = [
 print(sum(same), "of", len(same), "tensors equal")
 
 # %% [markdown]
-# Look at one block: 32 weights, and the 16 levels they may stand on.
+# Look at one block: 32 weights, and the 16 levels that they can have.
 
 # %%
 by_name = dict(zip(names, tensors, strict=True))
@@ -759,26 +765,25 @@ for q, name in ((0, "q = 0, the minimum"), (15, "q = 15")):
 fig
 
 # %% [markdown]
-# The weights that were trained are not in this file, so the plot cannot show how far each was
-# moved. Rounding to the nearest level moves one by half a step at most.
+# The weights before rounding are not in this file, so the plot cannot show how far each was moved.
+# Rounding to the nearest level moves a weight by at most half a step.
 #
 # ## The order of q and k
 #
-# From Day 4 on, **RoPE** tells a token where it stands: it takes the numbers of a query or key in
-# pairs and turns each pair by an angle. Which two make a pair is a convention, and there are two of
-# them:
+# From Day 4 on, **RoPE** encodes a token's position: it takes the numbers of a query or key in
+# pairs and turns each pair by an angle. There are two conventions for which numbers make a pair:
 #
 # - the Hugging Face layout pairs numbers that are **half a head apart**: i and i + head_dim / 2;
 # - GGUF's Llama pairs **neighbours**: 2i and 2i + 1.
 #
-# A row of q's weight makes one number of the query. So whoever wrote the file moved the rows of q
-# and k, and you move them back (the lower right of the picture). Inside each head of d rows, for i
-# from 0 to d / 2 - 1:
+# A row of q's weight makes one number of the query. So the rows of q and k were reordered when the
+# file was written, and you put them back (the lower right of the picture). Inside each head of d
+# rows, for i from 0 to d / 2 - 1:
 #
 # $$ \text{out}[i] = \text{in}[2i] \qquad \text{out}[i + d / 2] = \text{in}[2i + 1] $$
 #
-# One head of 6 rows: the file has Hugging Face's rows in the order 0, 3, 1, 4, 2, 5; out they come
-# as 0, 1, 2, 3, 4, 5.
+# One head of 6 rows: the file has Hugging Face's rows in the order 0, 3, 1, 4, 2, 5. The result has
+# them in the order 0, 1, 2, 3, 4, 5.
 #
 # ### Your turn: `unpermute`
 #
@@ -815,9 +820,10 @@ print(unpermute(in_file, n_heads=1).tolist())
 # %% [markdown]
 # ## The loader
 #
-# Now the pieces come together. A file is first **listed**: names and shapes, and a promise to read
-# (`StoredTensor`). The list is checked against the config. Only a list without fault is read, so a
-# wrong file costs no time and leaves nothing half done.
+# Now the pieces come together. The loader first **lists** a file: names, shapes, and for each
+# tensor a function that reads it (`StoredTensor`). It checks the list against the config, and reads
+# values only if the list has no fault. Short of time? **Leave the folded cells closed** and go on
+# at "Prove it": what follows needs only `load_weights`.
 
 # %%
 from collections.abc import Callable
@@ -881,7 +887,7 @@ def list_gguf(path: Path, config: ModelConfig) -> dict[str, StoredTensor]:
 
 # %% [markdown]
 # The second format is **safetensors**: named tensors as they lie in memory, in one file or several
-# (**shards**). Reading it is plumbing; skim it.
+# (**shards**).
 
 
 # %% jupyter={"source_hidden": true}
@@ -981,13 +987,12 @@ print(
 assert len(equal) == len(theirs) == 273
 
 # %% [markdown]
-# Equal to the last bit. Know what this shows and what it does not. transformers read the folder,
-# which nanoserve itself once converted from the GGUF. So this proves the names, the shapes and your
-# reading of the file today, not the conversion. Two other witnesses stand for that: you saw the
-# `gguf` package agree on the numbers above, and the repository's tests compare all tensors with
-# transformers' own reader of GGUF, which takes too long for a notebook.
+# Equal to the last bit. This proves the names, the shapes and today's reading of the file. It does
+# not prove the conversion, because transformers read the folder that nanoserve once made from the
+# same GGUF. Two other checks cover the conversion: the `gguf` package gave the same numbers above,
+# and the repository's tests compare all tensors with transformers' own reader of GGUF.
 #
-# 272 tensors are in the file and 273 in the dictionary. The one more is `lm_head.weight`, which
+# The file has 272 tensors and the dictionary 273. The additional one is `lm_head.weight`, which
 # scores the next token. It is **tied**: another name for the embedding, in the same memory.
 
 # %%
@@ -995,7 +1000,7 @@ embedding, head = weights["model.embed_tokens.weight"], weights["lm_head.weight"
 print(list(head.shape), "the same storage:", head.data_ptr() == embedding.data_ptr())
 
 # %% [markdown]
-# And a checkpoint that is not whole? Leave a tensor out, add one, bend one:
+# What does the loader say about a damaged checkpoint? Leave a tensor out, add one, change a shape:
 
 # %%
 stored = list_safetensors(folder)
@@ -1007,9 +1012,9 @@ told(lambda: check_shapes(stored | {"model.norm.weight": stored[name]}, shapes))
 # %% [markdown]
 # ## What the names do not catch
 #
-# Every name and every shape is right if you forget to undo the permutation. What does such a model
-# say? The rest of the engine is not built yet, so borrow it from the package: `LLM` makes text from
-# a prompt. Below, q and k keep the rows in the file's order, and all else is right.
+# If you forget to undo the permutation, every name and every shape is still right. What does such a
+# model write? The rest of the engine comes on later days, so use the package's: `LLM` makes text
+# from a prompt. Below, q and k keep the rows in the file's order, and all else is right.
 
 # %%
 from nanoserve import LLM, SamplingParams
@@ -1022,24 +1027,27 @@ forgotten = weights | in_file_order
 print(len(in_file_order), "of", len(weights), "tensors differ in the order of their rows")
 
 # %%
-llm = LLM("smollm2")
+llm, written = LLM("smollm2"), {}
 for prompt in ("The capital of France is", "One, two, three, four, five,"):
     for name, values in (("right", weights), ("forgotten", forgotten)):
         llm.model = Model(config, values)
         [answer] = llm.generate(prompt, SamplingParams(max_tokens=6))
+        written[name, prompt[:3]] = answer.text
         print(f"{name:10} {prompt + answer.text!r}")
+assert " Paris" in written["right", "The"] and " Paris" in written["forgotten", "The"]
+assert " six" in written["right", "One"] and " six" not in written["forgotten", "One"]
 
 # %% [markdown]
-# Paris either way! Asked for one fact, the broken model passes: the words of the prompt suffice, in
-# whatever order. Asked to count, it cannot: the angles that say which word stands where now turn
-# the wrong pairs. Had you tried the first prompt only, you would have trusted it. A few good
-# answers are no proof; `torch.equal` on every tensor is.
+# Both models say Paris. For that one fact the words of the prompt are enough, in any order. But the
+# broken model cannot count: the angles that encode positions now turn the wrong pairs. The first
+# prompt alone would not have shown the mistake. A few good answers prove little; `torch.equal` on
+# every tensor proves the weights.
 #
 # ## Your answer is the engine
 #
-# `today.mine()` puts the answers of yours that passed into the engine, in place of the package's.
-# Load the `.gguf` itself with them. The names, the numbers and the order of q and k are then yours,
-# and counting is the test.
+# `today.mine()` puts those of your answers that passed into the engine, in place of the package's,
+# and prints how often each was called. Load the `.gguf` itself with them: your functions then make
+# the names, the numbers and the order of q and k.
 
 # %% tags=["nbval-ignore-output"]
 with today.mine():
@@ -1051,9 +1059,10 @@ assert answer.text == " six, seven, eight,"
 # %% [markdown]
 # ## Measure it
 #
-# Why convert at all, when a GGUF can be loaded? Because dequantising is work, and a safetensors
-# file needs none: it is mapped, and a weight is read when it is first used. The time to have all
-# 273 names, both ways, in seconds of processor time, which leaves out whatever else runs:
+# Why convert at all, if a GGUF can be loaded directly? Dequantising takes time at each load, and a
+# safetensors file needs none: it is mapped, and a weight is read when it is first used. Below is
+# the processor time until all 273 names are there, which leaves out whatever else your machine
+# does:
 
 # %% tags=["nbval-ignore-output"]
 start = time.process_time()
@@ -1063,9 +1072,9 @@ print(f"GGUF {seconds_gguf:.2f} s, safetensors {seconds_folder:.3f} s")
 assert seconds_folder < seconds_gguf / 3
 
 # %% [markdown]
-# It leaves out two things more. The GGUF's header had been read before (some seconds more). And the
-# mapped weights have not been touched yet: the first forward pass pays for that, once, at the speed
-# of your disk. On disk it is the other way round, 97 MB against 538.
+# Two more things are left out. The GGUF's header had been read before. And the mapped weights have
+# not been touched yet: the first forward pass reads them from disk, once. On disk the GGUF is the
+# smaller one: 97 MB of tensors against 538.
 #
 # ## The words of the day
 
@@ -1075,20 +1084,19 @@ today.glossary()
 # %% [markdown]
 # ## What you learned
 #
-# 1. **A checkpoint is a dictionary.** Loading one is translation: names, number format, order. None
-#    of it is learned and all of it can be checked for equality.
+# 1. **A checkpoint is a dictionary.** Loading translates names, number format and order. All of it
+#    can be checked for equality.
 # 2. **A right name and a right shape prove little.** Rows in another order multiply just as well,
 #    and the broken model still knows Paris.
-# 3. **Refuse by name, before you read.** A loader that names the missing tensor saves an evening;
-#    one that goes on without it costs a week.
+# 3. **Refuse by name, before you read.** An error that names the missing tensor is found at once; a
+#    model that runs without it is not.
 #
 # ## Tomorrow
 #
-# The model eats numbers, and you type text. Day 3 builds the way there and back, and meets the half
-# character.
+# The model reads and writes numbers, and you type text. Day 3 turns text into ids and back.
 #
 # **In one paragraph.** A model file is a list of named tensors and a few figures about their shape.
-# I translated 272 names, unpacked numbers of 4 bits that share a scale and a minimum by the block,
-# and put the rows of q and k back in the order that Hugging Face uses, and then every tensor was
-# equal to the oracle's, bit for bit. The trap was the order: with it wrong, nothing complained, and
-# the model still said Paris but could not count to six.
+# I translated 272 names, unpacked numbers of 4 bits that share a scale and a minimum in each block,
+# and put the rows of q and k back in the order that Hugging Face uses. Then every tensor was equal
+# to the oracle's, bit for bit. With the rows in the wrong order there was no error: the model still
+# said Paris, but it could not count to six.

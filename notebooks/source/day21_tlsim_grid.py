@@ -121,6 +121,8 @@ for program in range(3):
 #
 # `BLOCK` above is called `tile` here. Both have `tile` lanes in every program, also in the last one.
 # Stuck? `today.hint()` looks at the case that failed.
+#
+# After a kernel restart, run the cells above first (Run → Run All Above Selected Cell).
 
 
 # %%
@@ -1330,7 +1332,7 @@ class Kernel:
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/kernels/tlsim/launch.py: _waves, jit, next_power_of_2
+# lands in nanoserve/kernels/tlsim/launch.py: _waves, jit
 def _waves(grid: tuple[int, int, int], options: Options) -> Iterator[tuple[torch.Tensor, ...]]:
     """The ids of the programs that run side by side, wave after wave, as Wave holds them."""
     x, y, z = grid
@@ -1355,8 +1357,10 @@ def jit(fn: Callable) -> Kernel:
     return fn if isinstance(fn, Kernel) else Kernel(fn)
 
 
+# %% jupyter={"source_hidden": true}
+# lands in nanoserve/kernels/sizes.py: next_power_of_2
 def next_power_of_2(n: int) -> int:
-    """The smallest power of two that is at least n."""
+    """The smallest power of two that is at least n, as triton.next_power_of_2 returns it."""
     return 1 << max(0, n - 1).bit_length()
 
 

@@ -10,8 +10,8 @@ from nanoserve.course.glossary import TERMS, lookup
 
 
 def test_days_are_numbered_named_and_need_only_earlier_days():
-    assert [info.number for info in DAYS] == list(range(31))
-    assert len({info.slug for info in DAYS}) == 31
+    assert [info.number for info in DAYS] == list(range(32))
+    assert len({info.slug for info in DAYS}) == 32
     for info in DAYS:
         assert all(need < info.number for need in info.needs)
         assert info.summary.endswith(".")
@@ -21,7 +21,7 @@ def test_days_are_numbered_named_and_need_only_earlier_days():
 
 def test_weeks_are_those_of_the_curriculum():
     closing = [info.number for info in DAYS if last_of_week(info.number)]
-    assert closing == [4, 9, 13, 17, 20, 26, 30]
+    assert closing == [4, 9, 13, 17, 20, 26, 31]
     assert [DAYS[n].week for n in closing] == [1, 2, 3, 4, 5, 6, 7]
 
 

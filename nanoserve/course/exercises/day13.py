@@ -184,7 +184,7 @@ def _again_and_again(config, context, dtype):
 
 
 def _byte_cases() -> list[Case]:
-    biased = replace(TINY, qkv_bias=True, qk_norm=True)
+    biased = replace(TINY, qkv_bias=True, o_bias=True, qk_norm=True)
     return [
         Case("a tiny model, an empty cache", (TINY, 0, torch.float32), kind="weights"),
         Case(

@@ -1,16 +1,18 @@
 """Day 25: a test that sees whether a cache is wired to the dispatcher."""
 
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 
 import torch
 
 import nanoserve.cache
 import nanoserve.kernels.dispatch
 from nanoserve.cache import KVPool, PagedKVCache
-from nanoserve.course.exercise import Case, Exercise, wrong
-from nanoserve.course.exercises.day07 import CONFIG
+from nanoserve.course.exercise import Case, Exercise, exact, wrong
+from nanoserve.course.exercises.day07 import CONFIG as THREE_LAYERS
 
-HISTORY, SEQ, LAYER = 6, 3, 1  # a layer that is not the last: seq_len does not move with it
+CONFIG = replace(THREE_LAYERS, num_layers=4)
+HISTORY, SEQ, LAYER = 6, 3, 2  # not the last layer: cache.seq_len grows with that one
 
 
 def _read(*args, **kwargs):
@@ -38,6 +40,22 @@ class OldHistory(PagedKVCache):
         return _read(q, self.pool.k[layer], self.pool.v[layer], self.slot_mapping, n_rep, scale)
 
 
+class AnotherOrder(PagedKVCache):
+    """The right slots, newest first."""
+
+    def paged_attention(self, layer, k, v, q, n_rep, scale=None):
+        slots = self._write(layer, k, v).flip(0)
+        return _read(q, self.pool.k[layer], self.pool.v[layer], slots, n_rep, scale)
+
+
+class FirstSlots(PagedKVCache):
+    """As many slots as there are tokens, and they are the pool's first."""
+
+    def paged_attention(self, layer, k, v, q, n_rep, scale=None):
+        slots = torch.arange(len(self._write(layer, k, v)))
+        return _read(q, self.pool.k[layer], self.pool.v[layer], slots, n_rep, scale)
+
+
 class Twice(PagedKVCache):
     def paged_attention(self, layer, k, v, q, n_rep, scale=None):
         slots = self._write(layer, k, v)
@@ -58,6 +76,18 @@ class Copied(PagedKVCache):
         return _read(q, k_pool, v_pool, slots, n_rep, scale)
 
 
+class CopiedKeys(PagedKVCache):
+    def paged_attention(self, layer, k, v, q, n_rep, scale=None):
+        slots = self._write(layer, k, v)
+        return _read(q, self.pool.k[layer].clone(), self.pool.v[layer], slots, n_rep, scale)
+
+
+class CopiedValues(PagedKVCache):
+    def paged_attention(self, layer, k, v, q, n_rep, scale=None):
+        slots = self._write(layer, k, v)
+        return _read(q, self.pool.k[layer], self.pool.v[layer].clone(), slots, n_rep, scale)
+
+
 class Exchanged(PagedKVCache):
     def paged_attention(self, layer, k, v, q, n_rep, scale=None):
         slots = self._write(layer, k, v)
@@ -67,21 +97,25 @@ class Exchanged(PagedKVCache):
 class Retouched(PagedKVCache):
     def paged_attention(self, layer, k, v, q, n_rep, scale=None):
         slots = self._write(layer, k, v)
-        return _read(q, self.pool.k[layer], self.pool.v[layer], slots, n_rep, scale) + 0
+        found = _read(q, self.pool.k[layer], self.pool.v[layer], slots, n_rep, scale)
+        return (
+            found + 0 if isinstance(found, torch.Tensor) else [found]
+        )  # a spy may return anything
 
 
 class Watching(Right):
-    """Wired right, and it notes whether cache.py's name was another function's meanwhile."""
+    """Wired right. It stores whether cache.py's name was replaced, and what it was called with."""
 
-    real, replaced = None, False
+    real, replaced, given = None, False, ()
 
-    def paged_attention(self, *args, **kwargs):
+    def paged_attention(self, layer, k, v, q, n_rep, scale=None):
         self.replaced = nanoserve.cache.paged_attention_dispatch is not self.real
-        return super().paged_attention(*args, **kwargs)
+        self.given = layer, k, v, q, n_rep
+        return super().paged_attention(layer, k, v, q, n_rep, scale)
 
 
 class CacheFails(Exception):
-    """What the cache that raises raises; no RuntimeError, as the unwritten answer's is one."""
+    """The error of the cache that fails. An unwritten answer raises a RuntimeError."""
 
 
 class Failing(PagedKVCache):
@@ -116,23 +150,32 @@ def _dispatcher_kept():
             holder.paged_attention_dispatch = dispatch
 
 
-def _verdict(answer, kind: type[PagedKVCache], poison: bool = True, layers: bool = False) -> bool:
-    """What the answer says; with `layers` the pool holds a list, one tensor for each layer."""
+def _verdict(answer, kind: type[PagedKVCache], poison: bool = True) -> bool:
+    """What the answer returns for a cache of this kind."""
     cache, *step = _inputs(kind, poison)
-    if layers:
-        cache.pool.k, cache.pool.v = list(cache.pool.k), list(cache.pool.v)
     with _dispatcher_kept():
         try:
             return bool(answer(cache, *step, CONFIG.n_rep))
         except AssertionError:
-            return False  # a test may speak by assert
+            return False  # a test may use assert
 
 
-def _replaces(answer) -> bool:
+def _watched(answer) -> tuple[Watching, list]:
+    """The cache after the answer ran, and the arguments that the answer was given."""
     cache, *step = _inputs(Watching)
     with _dispatcher_kept() as cache.real, suppress(AssertionError):
         answer(cache, *step, CONFIG.n_rep)
-    return cache.replaced
+    return cache, [*step, CONFIG.n_rep]
+
+
+def _replaces(answer) -> bool:
+    return _watched(answer)[0].replaced
+
+
+def _passes_on(answer) -> bool:
+    """Whether the cache was called with the layer, k, v, q and n_rep that the answer was given."""
+    cache, given = _watched(answer)
+    return exact(list(cache.given), given) is None
 
 
 def _puts_back(answer, kind: type[PagedKVCache]) -> bool:
@@ -149,27 +192,50 @@ def _cases() -> list[Case]:
     return [
         case("a cache that is wired right", "right", Right),
         Case("the same, in a pool without poison", (Right, False), kind="right", call=_verdict),
-        Case(
-            "the same, in a pool that is a list, one tensor per layer",
-            (Right, True, True),
-            kind="right",
-            call=_verdict,
-        ),
-        Case("cache.py's name is another function's meanwhile", kind="calls", call=_replaces),
-        case("never asks the dispatcher", "calls", Never),
-        case("asks it twice", "calls", Twice),
-        case("hands over layer 0's pools for layer 1", "pools", OtherLayer),
-        case("hands over copies of the pools", "pools", Copied),
-        case("hands over V's pool for K's, and K's for V's", "pools", Exchanged),
+        Case("the spy stands in cache.py while the cache attends", kind="calls", call=_replaces),
+        Case("the cache gets this step's layer, k, v, q and n_rep", kind="calls", call=_passes_on),
+        case("a cache that never calls the dispatcher", "calls", Never),
+        case("calls it twice", "calls", Twice),
+        case("passes layer 0's pools for layer 2", "pools", OtherLayer),
+        case("passes copies of the pools", "pools", Copied),
+        case("passes a copy of K's pool alone", "pools", CopiedKeys),
+        case("passes a copy of V's pool alone", "pools", CopiedValues),
+        case("passes V's pool for K's, and K's for V's", "pools", Exchanged),
         case("leaves this step's own tokens out of the mapping", "mapping", OldHistory),
-        case("computes with the answer before it hands it back", "answer", Retouched),
+        case("passes the right slots in another order", "mapping", AnotherOrder),
+        case("passes as many slots, the first of the pool", "mapping", FirstSlots),
+        case("computes with the answer before it returns it", "answer", Retouched),
         Case("afterwards the dispatcher is in its place", (Right,), kind="back", call=_puts_back),
         Case("so it is after a cache that raises", (Failing,), kind="back", call=_puts_back),
     ]
 
 
+def right_test(cache, layer, k, v, q, n_rep) -> bool:
+    """Whether `cache` is wired to the dispatcher; k, v [1, n_kv, seq, d], q [1, n_q, seq, d]."""
+    calls, answer, held = [], torch.zeros_like(q), cache.seq_len
+
+    def spy(*args):
+        calls.append(args)
+        return answer
+
+    real = nanoserve.cache.paged_attention_dispatch
+    nanoserve.cache.paged_attention_dispatch = spy
+    try:
+        got = cache.paged_attention(layer, k, v, q, n_rep)
+    finally:
+        nanoserve.cache.paged_attention_dispatch = real
+    if len(calls) != 1:
+        return False
+    _, k_pool, v_pool, slots, *_ = calls[0]
+    own = cache.pool.k[layer], cache.pool.v[layer]
+    pools = zip((k_pool, v_pool), own, strict=True)
+    same = [given.data_ptr() == mine.data_ptr() for given, mine in pools]
+    whole = slots.tolist() == [cache.table.slot(p) for p in range(held + k.shape[2])]
+    return all(same) and whole and got is answer
+
+
 def _test(calls=None, pools=None, mapping=None, answer=None, back="always", where=nanoserve.cache):
-    """The right test, with one of its looks replaced by another."""
+    """A test as right_test, with one of its comparisons replaced by another."""
 
     def wiring_test(cache, layer, k, v, q, n_rep):
         seen, told = [], torch.zeros_like(q)
@@ -213,89 +279,132 @@ def _same_numbers(given, own) -> bool:
     return all(torch.equal(g.nan_to_num(), o.nan_to_num()) for g, o in zip(given, own, strict=True))
 
 
-def _first_pool_only(given, own) -> bool:
+def _same_shapes(given, own) -> bool:
     return given[0].shape == own[0].shape and given[1].shape == own[1].shape
 
 
 WRONG = (
     wrong(
-        "The calls are not counted, so a cache that asks twice, or never, passes. Exactly one call."
+        "The calls are not counted, so a cache that calls the dispatcher twice, or never, passes. "
+        "The table asks for exactly one call.",
+        hints="calls",
     )(_test(calls=lambda seen: True)),
-    wrong("At least one call is asked for: a cache that asks twice does the work twice. Just one.")(
-        _test(calls=lambda seen: len(seen) >= 1)
-    ),
     wrong(
-        "The pools are compared by their numbers, and a copy has the same ones. Copying the pool "
-        "is what the whole method is there to avoid: compare data_ptr()."
+        "At least one call is enough for this test, so a cache that calls the dispatcher twice "
+        "passes. The table asks for exactly one call.",
+        hints="calls",
+    )(_test(calls=lambda seen: len(seen) >= 1)),
+    wrong(
+        "The test compares the pools by their numbers, and a copy has the same numbers. The method "
+        "exists to avoid that copy: compare data_ptr().",
+        hints="pools",
     )(_test(pools=_same_numbers)),
     wrong(
-        "The pools are compared by shape alone: those of another layer, or V's for K's, have the "
-        "same one. Compare data_ptr() with this layer's own."
-    )(_test(pools=_first_pool_only)),
+        "The test compares only the shapes of the pools. Another layer's pools have the same "
+        "shapes, and so have V's and K's: compare data_ptr() with this layer's own.",
+        hints="pools",
+    )(_test(pools=_same_shapes)),
     wrong(
-        "The mapping is compared with cache.slot_mapping, whose length moves with the last layer: "
-        "in layer 1 it lacks this step's tokens. Ask the table for every position, theirs included."
+        "The test compares K's pool and not V's. A cache may copy one of them: compare data_ptr() "
+        "of both.",
+        hints="pools",
+    )(_test(pools=lambda given, own: given[0].data_ptr() == own[0].data_ptr())),
+    wrong(
+        "The test compares V's pool and not K's. A cache may copy one of them: compare data_ptr() "
+        "of both.",
+        hints="pools",
+    )(_test(pools=lambda given, own: given[1].data_ptr() == own[1].data_ptr())),
+    wrong(
+        "The test compares the mapping with cache.slot_mapping, which grows with the last layer: "
+        "in layer 2 it lacks this step's tokens. Call cache.table.slot for every position, this "
+        "step's included.",
+        hints="mapping",
     )(_test(mapping=lambda cache, slots: torch.equal(slots, cache.slot_mapping))),
     wrong(
-        "Only the mapping's first slots are looked at. The newest tokens are what a cache forgets "
-        "most easily: the length is what it held before, plus this step's."
+        "The test looks only at the mapping's first slots, so a mapping without the newest tokens "
+        "passes. Its length is the tokens held before, plus this step's.",
+        hints="mapping",
     )(_test(mapping=lambda cache, slots: torch.equal(slots[: cache.seq_len], cache.slot_mapping))),
     wrong(
-        "The answer is compared by its numbers, so one that was copied or computed with passes. "
-        "Compare with `is`: handed straight back means the same tensor."
+        "The test compares only the length of the mapping. As many slots in another order, or "
+        "another sequence's slots, pass: compare every slot with cache.table.slot(position).",
+        hints="mapping",
+    )(_test(mapping=lambda cache, slots: len(slots) == cache.seq_len + SEQ)),
+    wrong(
+        "The test ignores the order of the slots. Slot i of the mapping is position i's, oldest "
+        "first: compare the lists, not sets or sorted copies.",
+        hints="mapping",
+    )(
+        _test(
+            mapping=lambda cache, slots: (
+                sorted(slots.tolist())
+                == sorted(cache.table.slot(p) for p in range(cache.seq_len + SEQ))
+            )
+        )
+    ),
+    wrong(
+        "The test compares the answer by its numbers, so an answer that was copied or changed by 0 "
+        "passes. Compare with `is`: untouched means the same tensor.",
+        hints="answer",
     )(_test(answer=torch.equal)),
     wrong(
-        "The spy is left in the dispatcher's place, and all that runs later asks it. Put the real "
-        "one back, in a finally: also if the cache raises."
+        "The spy stays in the dispatcher's place, so all later code calls the spy. Put the real "
+        "dispatcher back, in a finally: also if the cache raises.",
+        hints="back",
     )(_test(back="never")),
     wrong(
         "When the cache raises, the line that puts the dispatcher back is never reached, and all "
-        "that runs later asks your spy. Put that line in a finally."
+        "later code calls your spy. Put that line in a finally.",
+        hints="back",
     )(_test(back="unless it raises")),
     wrong(
-        "The pools are compared with `is`, and pool.k[layer] is not the same object twice: "
-        "indexing makes a new view each time. Compare data_ptr()."
+        "The test compares the pools with `is`, and indexing pool.k[layer] makes a new view each "
+        "time. Compare data_ptr().",
+        hints="pools",
     )(_test(pools=lambda given, own: given[0] is own[0] and given[1] is own[1])),
     wrong(
-        "The pools are compared with torch.equal, and slots that nobody wrote hold NaN, which is "
-        "unequal to itself. Nor would equal numbers show a copy: compare data_ptr()."
+        "The test compares the pools with torch.equal. Unwritten slots hold NaN, which differs "
+        "from itself; and equal numbers would not show a copy. Compare data_ptr().",
+        hints="pools",
     )(_test(pools=lambda given, own: all(map(torch.equal, given, own)))),
     wrong(
-        "The spy was never asked: it stands in nanoserve.kernels.dispatch, and cache.py holds its "
-        "own name for the dispatcher. Replace nanoserve.cache.paged_attention_dispatch."
+        "The cache never calls this spy: it stands in nanoserve.kernels.dispatch, and cache.py has "
+        "its own name for the dispatcher. Replace nanoserve.cache.paged_attention_dispatch.",
+        hints="calls",
     )(_test(where=nanoserve.kernels.dispatch)),
 )
 
 HINTS = {
     "right": (
-        "The test says False of a cache that is wired right. Which of its looks is too strict?",
-        "The length of a sequence moves with its last layer, and this is layer 1 of several: "
-        "cache.slot_mapping does not hold this step's tokens yet. And a pool's layer is a new view "
+        "The test returns False for a cache that is wired right. Which comparison is too strict?",
+        "cache.seq_len grows with the last layer, and this is layer 2 of four: "
+        "cache.slot_mapping does not hold this step's tokens yet. A pool's layer is a new view "
         "each time, with NaN in it: compare data_ptr().",
-        "Note cache.seq_len before the call; the mapping then has k.shape[2] slots more.",
+        "Store cache.seq_len before the call; the mapping then has k.shape[2] slots more.",
     ),
     "calls": (
-        "What does the spy know that the numbers do not? How often it was called.",
-        "Let it append its arguments to a list.",
+        "Where does cache.py look the dispatcher up, and how often does the cache call it?",
+        "Replace nanoserve.cache.paged_attention_dispatch. The spy appends its arguments to a "
+        "list; then call cache.paged_attention(layer, k, v, q, n_rep).",
         "return False unless len(calls) == 1",
     ),
     "pools": (
         "Another layer's pool has the same shape, and a copy has the same numbers.",
-        "A view knows where its memory begins: data_ptr().",
+        "data_ptr() of a view is the address at which its memory begins.",
         "k_pool.data_ptr() == cache.pool.k[layer].data_ptr(), and the same for v.",
     ),
     "mapping": (
-        "Which positions may the query see? Those held before, and its own step's.",
-        "cache.table.slot(position) gives the slot of each.",
+        "Which positions may the query see? The positions held before, and this step's own.",
+        "cache.table.slot(position) gives the slot of each, in the order of the positions.",
         "slots.tolist() == [cache.table.slot(p) for p in range(held + k.shape[2])]",
     ),
     "answer": (
-        "Handed straight back: not equal, but the very tensor.",
+        "Untouched means more than equal: it is the very tensor.",
         "Let the spy return a tensor that you made before the call.",
         "got is answer",
     ),
     "back": (
-        "A module's name is shared by the whole program. What does the next test find there?",
+        "The whole program shares a module's name. What does the next test find there?",
         "Keep the real function in a variable before you replace it.",
         "try: ... finally: nanoserve.cache.paged_attention_dispatch = real",
     ),
@@ -306,7 +415,7 @@ EXERCISES = [
         name="wiring_test",
         cases=_cases,
         hints=HINTS,
-        solution=_test(),
+        solution=right_test,
         wrong=WRONG,
     ),
 ]

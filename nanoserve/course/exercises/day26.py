@@ -1,4 +1,4 @@
-"""Day 26: three ways to one read, wired to the cache. Closes week 6."""
+"""Day 26: three code paths to one attention, wired to the cache. Closes week 6."""
 
 from dataclasses import replace
 
@@ -14,55 +14,66 @@ from nanoserve.kernels.reference import paged_attention_reference, tolerance
 from nanoserve.layers import sdpa
 
 CONFIG = replace(TINY, n_q=6, n_kv=2, head_dim=8, hidden_size=20, num_layers=4)
-HISTORY = 33  # the 32 held fill two blocks: the new token needs a third
+KV_LEN = 33  # the 32 tokens held fill two blocks: the new token needs a third
 NAMES = ("dispatched", "gather", "reference")
 
 
 class Watched(PagedKVCache):
-    """A cache that notes what is asked of it."""
+    """A cache that stores which of its methods were called."""
 
     def __init__(self, pool) -> None:
         super().__init__(pool)
-        self.asked: list[str] = []
+        self.called: list[str] = []
 
     def append(self, layer, k, v):
-        self.asked.append("append")
+        self.called.append("append")
         return super().append(layer, k, v)
 
     def paged_attention(self, layer, k, v, q, n_rep, scale=None):
-        self.asked.append("paged_attention")
+        self.called.append("paged_attention")
         return super().paged_attention(layer, k, v, q, n_rep, scale)
 
 
+class Stale(PagedKVCache):
+    """A cache whose slot mapping holds two wrong slots: position 7's and the newest one's."""
+
+    def _map(self, end):
+        super()._map(end)
+        self._slots[7] = self._slots[end - 1] = self._slots[3]
+
+
 def _outcome(answer, look: str):
-    """What a set of paths does to a fresh cache, seen from one side."""
-    cache, step = scattered_cache(CONFIG, HISTORY)
-    cache.__class__, cache.asked = Watched, []
+    """What a set of paths does with a fresh cache, as far as one case looks at it."""
+    cache, step = scattered_cache(CONFIG, KV_LEN)
+    if look == "stale":  # the table is right, and the slot mapping made from it is not
+        cache.__class__, cache._slots[7] = Stale, int(cache._slots[3])
+        return answer(cache, step, CONFIG.n_rep)["reference"](2)
+    cache.__class__, cache.called = Watched, []
     paths = answer(cache, step, CONFIG.n_rep)
     if look == "names":
         return sorted(paths)
-    if look == "asked":
+    if look == "called":
         found = {}
         for name in NAMES:
-            cache.asked.clear()
+            cache.called.clear()
             paths[name](1)
-            found[name] = list(cache.asked)
+            found[name] = list(cache.called)
         return found
     if look == "written":
-        found, slots = {}, [cache.table.slot(p) for p in range(HISTORY - 1)]
+        found, slots = {}, [cache.table.slot(p) for p in range(KV_LEN - 1)]
         for layer, name in enumerate(NAMES):  # each in a layer that nobody has touched
             empty = torch.ones(len(cache.pool.k[0]), dtype=torch.bool)
             empty[slots] = False
             paths[name](layer)
             found[name] = [bool(x[layer, empty].any()) for x in (cache.pool.k, cache.pool.v)]
         return found
-    if look != "reference":  # the others find the step written, whatever the answer's own writes
+    if look != "reference":  # write the step first, so that this case sees the attention alone
         attention_paths(cache, step, CONFIG.n_rep)["reference"](2)
     return paths[look](2)
 
 
 def _same(got, expected):
-    """Equal, and a tensor within the read's own tolerance."""
+    """Equal; a tensor within attention's tolerance."""
     if isinstance(expected, dict) and isinstance(got, dict):
         off = next((name for name in expected if got.get(name) != expected[name]), None)
         return None if off is None else f"{off}: expected {expected[off]}, got {got.get(off)}"
@@ -73,7 +84,15 @@ def _same(got, expected):
     atol, rtol = tolerance(torch.float32)
     if torch.allclose(got, expected, atol=atol, rtol=rtol):
         return None
-    return f"it is {float((got - expected).abs().max()):.2g} away from what the history gives"
+    return f"it differs from attention over these tokens by up to {_largest(got, expected):.2g}"
+
+
+def _largest(got: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((got - expected).abs().max())
+
+
+def _own_mapping(cache, tokens: int) -> torch.Tensor:
+    return torch.tensor([cache.table.slot(p) for p in range(tokens)])
 
 
 def _put(paths, **others):
@@ -81,12 +100,13 @@ def _put(paths, **others):
 
 
 @wrong(
-    "This times the dispatcher, not the cache: the write, the mapping and the method itself are "
-    "left out. The path is what the engine runs: cache.paged_attention."
+    "This path calls the dispatcher, not the cache, and so leaves out the cache's method, its "
+    "write and its mapping. The engine calls cache.paged_attention.",
+    hints="wire",
 )
 def _past_the_cache(cache, step, n_rep):
     paths = attention_paths(cache, step, n_rep)
-    slots = torch.tensor([cache.table.slot(p) for p in range(cache.seq_len + 1)])
+    slots = _own_mapping(cache, cache.seq_len + 1)
 
     def dispatched(layer):
         cache.pool.k[layer].index_copy_(0, slots[-1:], step["k"][0].transpose(0, 1))
@@ -97,15 +117,15 @@ def _past_the_cache(cache, step, n_rep):
     return _put(paths, dispatched=dispatched)
 
 
-@wrong("The layer is fixed when the path is made. Each call names the layer that it reads.")
+@wrong("The layer is fixed when the path is made. Use the layer that each call passes.")
 def _one_layer(cache, step, n_rep):
     paths = attention_paths(cache, step, n_rep)
     return {name: lambda layer, read=read: read(0) for name, read in paths.items()}
 
 
 @wrong(
-    "All three names give the last path: a function made in a loop finds the loop's variable as it "
-    "stands at the end."
+    "All three names hold the last path: a function made in a loop uses the value that the loop's "
+    "variable has at the end."
 )
 def _late_binding(cache, step, n_rep):
     last = attention_paths(cache, step, n_rep)["reference"]
@@ -113,12 +133,13 @@ def _late_binding(cache, step, n_rep):
 
 
 @wrong(
-    "The reference reads without writing: it misses the new token, unless another path was there "
-    "first. A path that leans on its neighbour is no check of it."
+    "The reference does not write this step's k and v: it misses the new token, unless another "
+    "path has run before. Then it cannot check whether that path writes.",
+    hints="write",
 )
 def _reference_does_not_write(cache, step, n_rep):
     paths = attention_paths(cache, step, n_rep)
-    slots = torch.tensor([cache.table.slot(p) for p in range(cache.seq_len + 1)])
+    slots = _own_mapping(cache, cache.seq_len + 1)
 
     def reference(layer):
         pools = cache.pool.k[layer], cache.pool.v[layer]
@@ -128,22 +149,24 @@ def _reference_does_not_write(cache, step, n_rep):
 
 
 @wrong(
-    "The table owns no block for the new token: those held fill their blocks to the last slot. "
-    "Call grow first; it takes the number of tokens in all, cache.seq_len + 1."
+    "The table owns no block for the new token: the tokens held fill their blocks to the last "
+    "slot. Call grow first; its argument is the number of tokens in all, cache.seq_len + 1.",
+    hints="reference",
 )
 def _never_grown(cache, step, n_rep):
     cache.table.grow(1)
-    torch.tensor([cache.table.slot(p) for p in range(cache.seq_len + 1)])
+    _own_mapping(cache, cache.seq_len + 1)
     return attention_paths(cache, step, n_rep)
 
 
 @wrong(
-    "The reference must write by itself, through its own mapping. cache.append writes through the "
-    "cache's, and that is one of the things that the reference judges."
+    "The reference writes by cache.append, through the cache's own mapping. A wrong slot there "
+    "would then be wrong in both: write through your own mapping, with index_copy_.",
+    hints="write",
 )
 def _written_by_the_cache(cache, step, n_rep):
     paths = attention_paths(cache, step, n_rep)
-    slots = torch.tensor([cache.table.slot(p) for p in range(cache.seq_len + 1)])
+    slots = _own_mapping(cache, cache.seq_len + 1)
 
     def reference(layer):
         cache.append(layer, step["k"], step["v"])
@@ -154,12 +177,13 @@ def _written_by_the_cache(cache, step, n_rep):
 
 
 @wrong(
-    "The rows to write are [1, n_kv, head_dim], a token first. k[0] is [n_kv, 1, head_dim], heads "
-    "first: transpose its first two axes."
+    "The rows to write are [1, n_kv, head_dim], tokens first. k[0] is [n_kv, 1, head_dim], heads "
+    "first: transpose its first two axes.",
+    hints="write",
 )
 def _rows_by_head(cache, step, n_rep):
     paths = attention_paths(cache, step, n_rep)
-    slots = torch.tensor([cache.table.slot(p) for p in range(cache.seq_len + 1)])
+    slots = _own_mapping(cache, cache.seq_len + 1)
 
     def reference(layer):
         cache.pool.k[layer].index_copy_(0, slots[-1:], step["k"][0])
@@ -169,8 +193,9 @@ def _rows_by_head(cache, step, n_rep):
 
 
 @wrong(
-    "The mapping is 0, 1, 2, ...: the first slots of the pool, whoever owns them. This sequence's "
-    "lie where its block table says."
+    "The mapping is 0, 1, 2, ...: the first slots of the pool, whichever sequence owns them. The "
+    "block table gives this sequence's slots: cache.table.slot(position).",
+    hints="reference",
 )
 def _first_slots(cache, step, n_rep):
     paths = attention_paths(cache, step, n_rep)
@@ -185,12 +210,13 @@ def _first_slots(cache, step, n_rep):
 
 
 @wrong(
-    "The reference stops one token early: the history ends with this step's own token, which is "
-    "not in cache.seq_len yet."
+    "The reference stops one token early. kv_len includes this step's own token, which "
+    "cache.seq_len does not count yet.",
+    hints="reference",
 )
 def _one_short(cache, step, n_rep):
     paths = attention_paths(cache, step, n_rep)
-    slots = torch.tensor([cache.table.slot(p) for p in range(cache.seq_len)])
+    slots = _own_mapping(cache, cache.seq_len)
 
     def reference(layer):
         paths["reference"](layer)
@@ -201,21 +227,28 @@ def _one_short(cache, step, n_rep):
 
 
 @wrong(
-    "The reference asks the cache to attend. Then it is the very path that it should judge: take "
-    "paged_attention_reference."
+    "The reference calls cache.paged_attention, which is the path that it should check. Call "
+    "paged_attention_reference.",
+    hints="reference",
 )
 def _judges_itself(cache, step, n_rep):
     paths = attention_paths(cache, step, n_rep)
     return _put(paths, reference=paths["dispatched"])
 
 
-@wrong("gather is the cache's fused read under another name: gather is cache.append, then sdpa.")
+@wrong(
+    "gather calls cache.paged_attention, as dispatched does. gather is cache.append, then sdpa.",
+    hints="gather",
+)
 def _gather_is_fused(cache, step, n_rep):
     paths = attention_paths(cache, step, n_rep)
     return _put(paths, gather=paths["dispatched"])
 
 
-@wrong("Keys and values are the wrong way round in gather: append takes k, then v.")
+@wrong(
+    "Keys and values are exchanged in gather: cache.append returns keys, then values.",
+    hints="gather",
+)
 def _keys_for_values(cache, step, n_rep):
     def gather(layer):
         return sdpa(step["q"], *cache.append(layer, step["k"], step["v"])[::-1])
@@ -224,13 +257,83 @@ def _keys_for_values(cache, step, n_rep):
 
 
 @wrong(
-    "gather gives back the history instead of the attention over it: the copy is half of that path."
+    "gather returns the keys instead of the attention: call sdpa with q and both of append's "
+    "results.",
+    hints="gather",
 )
 def _only_gathers(cache, step, n_rep):
     def gather(layer):
         return cache.append(layer, step["k"], step["v"])[0]
 
     return _put(attention_paths(cache, step, n_rep), gather=gather)
+
+
+def _reference_over(mapping_of, write=None):
+    """attention_paths with another mapping in its reference, and another write."""
+
+    def answer(cache, step, n_rep):
+        paths = attention_paths(cache, step, n_rep)
+        slots = _own_mapping(cache, cache.seq_len + 1)
+
+        def reference(layer):
+            pools = cache.pool.k[layer], cache.pool.v[layer]
+            if write:
+                write(cache, layer, step)
+            else:
+                for pool, name in zip(pools, "kv", strict=True):
+                    pool.index_copy_(0, slots[-1:], step[name][0].transpose(0, 1))
+            return paged_attention_reference(
+                step["q"], *pools, mapping_of(cache, layer, step), n_rep
+            )
+
+        return _put(paths, reference=reference)
+
+    return answer
+
+
+def _mapped(cache, layer, step):
+    cache._map(cache.seq_len + 1)
+    return cache._slots[: cache.seq_len + 1]
+
+
+_SAME_MAPPING = (
+    wrong(
+        "The reference uses the mapping that cache._write returns. That is the cache's own: a "
+        "wrong slot in it is then wrong in both. Make yours from cache.table.slot.",
+        hints="reference",
+    )(
+        _reference_over(
+            lambda cache, layer, step: cache._write(layer, step["k"], step["v"]),
+            write=lambda cache, layer, step: None,
+        )
+    ),
+    wrong(
+        "The reference uses cache._slots, the cache's own mapping. A wrong slot in it is then "
+        "wrong in both, and the check passes. Make yours from cache.table.slot.",
+        hints="reference",
+    )(_reference_over(_mapped)),
+    wrong(
+        "The reference writes by cache._write, through the cache's own mapping. If its newest slot "
+        "is wrong, the reference misses the new token: write at your own mapping's last slot.",
+        hints="write",
+    )(
+        _reference_over(
+            lambda cache, layer, step: _own_mapping(cache, cache.seq_len + 1),
+            write=lambda cache, layer, step: cache._write(layer, step["k"], step["v"]),
+        )
+    ),
+    wrong(
+        "The reference takes the slots of the tokens held from cache.slot_mapping, the cache's "
+        "own. A wrong slot there is then wrong in both: call cache.table.slot for each position.",
+        hints="reference",
+    )(
+        _reference_over(
+            lambda cache, layer, step: torch.cat(
+                [cache.slot_mapping, torch.tensor([cache.table.slot(cache.seq_len)])]
+            )
+        )
+    ),
+)
 
 
 def _cases() -> list[Case]:
@@ -246,41 +349,45 @@ def _cases() -> list[Case]:
 
     return [
         case("the three names", "names", "wire"),
-        case("what each asks of the cache", "asked", "wire"),
+        case("which methods of the cache each path calls", "called", "wire"),
         case("dispatched, layer 2", "dispatched", "wire"),
         case("gather, layer 2", "gather", "gather"),
         case("reference, layer 2", "reference", "reference"),
-        case("each writes the step itself", "written", "write"),
-    ]
+        case("each path writes k and v itself", "written", "write"),
+        case("reference, where two slots of the cache's own mapping are wrong", "stale",
+             "reference"),
+    ]  # fmt: skip
 
 
-READ_PATHS = Exercise(
+ATTENTION_PATHS = Exercise(
     "attention_paths",
     _cases,
     hints={
         "wire": (
-            "What does attention call, when the engine runs a decode step?",
-            "dispatched(layer) asks the cache to attend: one call of one method, with this step's "
-            "k, v and q, and its result handed back.",
+            "Which method of the cache does attention call, when the engine runs a decode step?",
+            "dispatched(layer) is one call of one method, with this step's k, v and q. It returns "
+            "that method's result.",
             'return cache.paged_attention(layer, step["k"], step["v"], step["q"], n_rep)',
         ),
         "gather": (
-            "Which method of the cache gives back the whole history, as Day 11's cache did?",
-            "cache.append writes k and v and gives the keys and values of all tokens; then attend.",
+            "Which method of the cache returns the keys and values of all tokens, as Day 11's "
+            "cache did?",
+            "cache.append writes k and v and returns the keys and values of all tokens; then "
+            "attend.",
             'return sdpa(step["q"], *cache.append(layer, step["k"], step["v"]))',
         ),
         "reference": (
-            "Where do the tokens of this sequence lie? Who knows it, apart from the cache's own "
-            "mapping, which might be wrong?",
-            "The block table: cache.table.slot(position), for every position up to and with this "
-            "step's. Grow the table first.",
+            "Where do the tokens of this sequence lie? The cache's own slot mapping is what the "
+            "reference checks, so it cannot come from there.",
+            "From the block table: cache.table.slot(position), for every position up to this "
+            "step's own. Grow the table first.",
             "mapping = torch.tensor([cache.table.slot(p) for p in range(cache.seq_len + 1)]); then "
             "write k and v at mapping[-1:], and call paged_attention_reference.",
         ),
         "write": (
-            "Look at each path alone: after it, does the layer hold this step's key and value?",
-            "cache.append and cache.paged_attention write for you. The reference has to write by "
-            "itself, before it reads.",
+            "Run each path alone: does the layer hold this step's key and value afterwards?",
+            "cache.append and cache.paged_attention write for you. The reference writes by itself, "
+            "at its own mapping's last slot, before it attends.",
             "cache.pool.k[layer].index_copy_(0, mapping[-1:], k[0].transpose(0, 1)), and v alike.",
         ),
     },
@@ -289,24 +396,24 @@ READ_PATHS = Exercise(
     wrong=(
         _past_the_cache, _one_layer, _late_binding, _reference_does_not_write, _never_grown,
         _written_by_the_cache, _rows_by_head, _first_slots, _one_short,
-        _judges_itself, _gather_is_fused, _keys_for_values, _only_gathers,
+        _judges_itself, _gather_is_fused, _keys_for_values, _only_gathers, *_SAME_MAPPING,
     ),
 )  # fmt: skip
 
-EXERCISES = (READ_PATHS,)
+EXERCISES = (ATTENTION_PATHS,)
 
 REVIEW = (
     (
         "Day 21. A load of 16 lanes starts at position 32 of 37. What does the mask do, and what "
         "would happen without it?",
-        "It switches off the 11 lanes past the end: they get `other`. Without it they read what "
-        "lies behind: on a card a plausible number, under tlsim an error with its line.",
+        "It switches off the 11 lanes past the end: they get `other`. Without it they load what "
+        "lies behind: on a GPU a plausible number, under tlsim an error with its line.",
     ),
     (
         "Day 21. Why does tlsim run all programs in lockstep, and also one by one in a shuffled "
         "order?",
         "Lockstep is fast: the grid is an axis of every tensor. The shuffled order shows a kernel "
-        "that needs an order, which a card does not promise.",
+        "that needs an order, which a GPU does not promise.",
     ),
     (
         "Day 22. A tile brings a larger maximum. What happens to the l and acc so far?",
@@ -316,8 +423,8 @@ REVIEW = (
     (
         "Day 23. The same source runs under tlsim, under Triton's interpreter and compiled. What "
         "does each of them prove that the others do not?",
-        "tlsim: that it stays within its buffers, on any machine. The interpreter: that Triton "
-        "means by it what we mean. Compiled: that a card's compiler takes it, with its memory.",
+        "tlsim: that the kernel stays within its buffers, on any machine. The interpreter: that "
+        "Triton gives the source the same meaning. Compiled: that a GPU's compiler accepts it.",
     ),
     (
         "Day 23. Why does the dispatcher check shapes, strides and n_rep on the host?",
@@ -328,17 +435,17 @@ REVIEW = (
         "Day 24. A path has exponent 0.3 from 64 to 4,096 tokens. May you promise its time at "
         "100,000?",
         "No. The fixed cost of the short end flattens the whole fit. Fit the long end alone, where "
-        "the bytes rule: it will be nearer to 1.",
+        "the bytes decide the time, and measure at 100,000 before you promise.",
     ),
     (
         "Day 25. One line moved, and three tests of equality became tests of closeness. What was "
         "lost, and where does the new bound come from?",
-        "Byte-equality was a property of the oracle's sum, not of paging. The bound is the read's "
-        "tolerance, from the file where it was drawn on Day 18; greedy tokens stay the same.",
+        "Byte-equality was a property of the oracle's sum, not of paging. The bound is attention's "
+        "tolerance, from the file that defined it on Day 18; greedy tokens stay the same.",
     ),
     (
         "Day 26. The kernel alone is fast in a benchmark of its own. Why time the cache?",
         "The engine never runs the kernel alone. The write, the mapping, the checks and the launch "
-        "belong to the path, and on a card they are most of it while the history is short.",
+        "belong to the code path, and on a GPU they can be most of it while kv_len is short.",
     ),
 )

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from nanoserve.kernels.sizes import next_power_of_2
 from nanoserve.kernels.tlsim import language
 from nanoserve.kernels.tlsim.grid import (
     KernelError,
@@ -136,11 +137,6 @@ def _waves(grid: tuple[int, int, int], options: Options) -> Iterator[tuple[torch
 def jit(fn: Callable) -> Kernel:
     """Make a kernel of a function, or of what triton.jit made of one."""
     return fn if isinstance(fn, Kernel) else Kernel(fn)
-
-
-def next_power_of_2(n: int) -> int:
-    """The smallest power of two that is at least n."""
-    return 1 << max(0, n - 1).bit_length()
 
 
 def _read(fn: Callable) -> tuple[CodeType, set[str]]:
