@@ -136,6 +136,8 @@ fig
 # `torch.nn.functional` is imported as `F`, and it has a `silu`. Or write $z \cdot
 # \text{sigmoid}(z)$ yourself. Leave `x` unchanged. Stuck? `today.hint()` gives a hint about your
 # mistake.
+#
+# After a kernel restart, run the cells above first (Run → Run All Above Selected Cell).
 
 
 # %%
