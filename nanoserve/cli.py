@@ -160,6 +160,7 @@ def report() -> list[tuple[str, str]]:
     """What `nanoserve doctor` prints, line by line; paths are shortened to the home folder."""
     from nanoserve import fetch
     from nanoserve.bench.machine import machine
+    from nanoserve.threads import threads_here
 
     packages = ("nanoserve", "torch", "triton", "transformers", "tokenizers", "gguf", "numpy")
     about = machine(_best_device().split(":")[0], packages)
@@ -170,7 +171,7 @@ def report() -> list[tuple[str, str]]:
         *((name, found or "not installed") for name, found in about["versions"].items()),
         ("device", _best_device()),
         ("driver", about["driver"] or "none"),
-        ("threads", str(about["threads"])),
+        ("threads", threads_here()),
         ("attention runs", _attention()),
         ("model", f"{folder} ({whole})"),
     ]
