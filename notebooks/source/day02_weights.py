@@ -753,7 +753,8 @@ low, high, used = block.min(), block.max(), block.unique()
 step = used.diff().min()
 print(f"{low:.3f} to {high:.3f} in steps of {step:.3f}; {len(used)} of 16 levels are in use")
 
-# %%
+# %% jupyter={"source_hidden": true}
+# Draws the plot: 32 weights on 16 levels
 levels = [low + q * step for q in range(16)]
 fig, ax = figure(xlabel="weight in the block", ylabel="value", title="32 weights on 16 levels")
 ax.hlines(levels, -0.6, 31.6, color=COLOURS["grid"], linewidth=1.2)

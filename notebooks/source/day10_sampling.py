@@ -93,7 +93,8 @@ for text in prompts:
 print("your guesses:", today.guess_text("paris"), "and", today.guess_text("story"))
 assert [int((held[text] < 0.9).sum()) + 1 for text in prompts] == [10, 1, 665]
 
-# %%
+# %% jupyter={"source_hidden": true}
+# Draws the plot: How many tokens hold how much
 fig, ax = plots.figure(
     xlabel="tokens, the best first",
     ylabel="probability they hold",
@@ -674,7 +675,8 @@ print(
 )
 assert chi_square < 18.47 and counts[3] == 0
 
-# %%
+# %% jupyter={"source_hidden": true}
+# Draws the plot: 10,000 draws, and what was expected
 fig, ax = plots.figure(
     height=3.2, xlabel="token", ylabel="times drawn", title="10,000 draws, and what was expected"
 )
