@@ -243,7 +243,7 @@ from pathlib import Path
 import tokenizers
 
 from nanoserve.config import read_json
-from nanoserve.gguf_file import gguf_tokenizer
+from nanoserve.gguf_file import check_readable, gguf_tokenizer
 
 
 # %% jupyter={"source_hidden": true}
@@ -327,7 +327,7 @@ class Tokenizer(Tokenizer):
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/tokenizer.py: load_tokenizer, _read_folder
+# lands in nanoserve/tokenizer.py: load_tokenizer, _read_folder, _read_text
 def load_tokenizer(source: str | Path = "smollm2") -> Tokenizer:
     """The tokenizer of "smollm2", a folder in the Hugging Face layout, a .gguf file or a hub id.
 
@@ -359,6 +359,14 @@ def _read_folder(folder: Path) -> tuple[str, dict]:
     if template.exists():
         config["chat_template"] = _read_text(template)
     return _read_text(file), config
+
+
+def _read_text(file: Path) -> str:
+    check_readable(file)
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not UTF-8: {error}") from None
 
 
 # %% [markdown]
