@@ -377,7 +377,10 @@ assert speedup[2] > 3
 from nanoserve.course.plots import COLOURS, figure, label_line, line, log2_axis, prediction_marker
 
 fig, ax = figure(
-    height=4.4, xlabel="tokens of text", ylabel="ms for the next token", title="Day 1's curve, bent"
+    height=4.4,
+    xlabel="tokens of text",
+    ylabel="ms for the next token",
+    title="Day 1's curve, and the cache",
 )
 floor = [bytes_per_token(config, n, torch.float32) / bandwidth * 1e3 for n in lengths]
 line(ax, lengths, day1, "Day 1's curve", COLOURS["oracle"], dashed=True)
@@ -432,13 +435,15 @@ fig, ax = figure(
 )
 line(ax, lengths, read["transformers"], "", COLOURS["oracle"], dashed=True)
 line(ax, lengths, read["cache"], "", COLOURS["contiguous"])
-ours_first = read["cache"][0] > read["transformers"][0]
-above, below = ("above", "below") if ours_first else ("below", "above")
-label_line(ax, lengths[0], read["cache"][0], "cache", COLOURS["contiguous"], above)
-label_line(ax, lengths[0], read["transformers"][0], "transformers", COLOURS["oracle"], below)
+top = 1.25 * max(bandwidth / 1e9, *read["cache"])
+(low, lower), (high, upper) = sorted((values[-1], name) for name, values in read.items())
+apart = max(0.0, 0.1 * top - (high - low)) / 2  # so that the labels do not overlap
+for name, height in ((lower, low - apart), (upper, high + apart)):
+    colour = COLOURS["contiguous" if name == "cache" else "oracle"]
+    label_line(ax, lengths[-1], height, name, colour)
 limit_line(ax, bandwidth / 1e9, "what this machine can read")
 log2_axis(ax)
-ax.set(ylim=(0, 1.25 * max(bandwidth / 1e9, *read["cache"])), xlim=(11, 720), xticks=lengths)
+ax.set(ylim=(0, top), xlim=(11, 1_400), xticks=lengths)
 fig
 
 # %% [markdown]
@@ -678,9 +683,9 @@ ax.set(ylim=(0, None), xlim=(6, 3_000), xticks=sizes)
 fig
 
 # %% [markdown]
-# Tiles of 128 compute 56% of the scores. If your run saves more than that share of the time, memory is the
+# Tiles of 128 compute 56% of the scores. If they take less than 56% of the time in your run, memory is a
 # reason: the scores of a tile are few enough to stay in the processor's cache, and a million scores are
-# not. Very small tiles cost more than they save.
+# not. At the other end, many tiny products take time to start.
 #
 # The limits of this plot: attention is one part of prefill, and the matrix products of the MLP are
 # another. A decode step has one query, so it has no half to leave out. Day 22 cuts the keys into tiles
@@ -693,10 +698,10 @@ fig
 strip = torch.randn(2, 1, config.n_kv, 2_048, config.head_dim, generator=generator).bfloat16()
 one, (keys, values) = q[:, :, -1:].bfloat16(), strip[:, :, :, :1_024]
 scaled = (one * config.head_dim**-0.5).view(config.n_kv, config.n_rep, 1, config.head_dim)
-room = scaled.new_empty(config.n_q * 1_024)
+workspace = scaled.new_empty(config.n_q * 1_024)
 took = median_times(
     {
-        "tile": lambda: _attend(scaled, keys[0], values[0], room),
+        "tile": lambda: _attend(scaled, keys[0], values[0], workspace),
         "float32": lambda: sdpa(one, keys, values),
     },
     rounds=50,
