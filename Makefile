@@ -26,7 +26,7 @@ help:
 	@echo "make mutants   run every exercise's check on mutants of right answers (about 15 minutes)"
 	@echo "make sync      bring twins, lands cells and notebooks into step"
 	@echo "make diagrams  draw the pictures again"
-	@echo "make screens   take the README's picture of JupyterLab again (needs Chromium)"
+	@echo "make screens   take the README's pictures of JupyterLab again (needs Chromium)"
 	@echo "make publish REPO=owner/name   stamp badges and set-up cells"
 	@echo "make wheel     build dist/nanoserve-*.whl"
 
@@ -75,7 +75,7 @@ diagrams: .venv/.dev
 	@$(BIN)/python diagrams/make.py
 
 screens: .venv/.dev
-	@NANOSERVE_SCREENSHOTS=diagrams/screens $(RUN) pytest -q tests/browser
+	@NANOSERVE_SCREENSHOTS=diagrams/screens $(RUN) pytest -q tests/browser/test_lab.py
 
 publish: .venv/.dev
 	@$(RUN) nanoserve.course.sync --stamp "$(REPO)"

@@ -530,6 +530,9 @@ class _Canonical(ast.NodeTransformer):
         self.generic_visit(node)
         if isinstance(node.op, ast.Mult | ast.BitAnd | ast.BitOr):
             return self._sorted(node)
+        signed = _signed(node, 1)
+        if any(isinstance(term, ast.UnaryOp) for term in signed):  # a - b + c is c - b + a
+            return ast.Call(ast.Name("signed"), sorted(signed, key=ast.unparse), [])
         if isinstance(node.op, ast.Add) and any(map(_numeric, _terms(node, ast.Add))):
             return self._sorted(node)
         return node
@@ -596,6 +599,22 @@ def _terms(node: ast.AST, op: type) -> list[ast.AST]:
     if isinstance(node, ast.BinOp) and isinstance(node.op, op):
         return _terms(node.left, op) + _terms(node.right, op)
     return [node]
+
+
+def _signed(node: ast.AST, sign: int) -> list[ast.AST]:
+    """The terms of a sum, the subtracted ones under a minus."""
+    if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "signed":
+        return node.args if sign > 0 else [_negative(term) for term in node.args]
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub):
+        other = sign if isinstance(node.op, ast.Add) else -sign
+        return _signed(node.left, sign) + _signed(node.right, other)
+    return [node if sign > 0 else _negative(node)]
+
+
+def _negative(node: ast.AST) -> ast.AST:
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return node.operand
+    return ast.UnaryOp(ast.USub(), node)
 
 
 def _numeric(node: ast.AST) -> bool:

@@ -8,12 +8,14 @@ import torch.nn.functional as F
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
+from nanoserve import layers
 from nanoserve.config import parse_config
 from nanoserve.layers import (
     QUERY_TILE,
     apply_rope,
     block,
     gqa_attention,
+    linear,
     rms_norm,
     rope_frequencies,
     rope_tables,
@@ -32,6 +34,45 @@ def seed() -> None:
 
 def config_of(family: str = "llama", **changes):
     return parse_config(SHAPES | {"model_type": family} | changes)
+
+
+# products
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("shape", [(1, 1, 36), (36,), (1, 36), (2, 3, 36)])
+@pytest.mark.parametrize("products", [False, True])
+def test_linear_is_the_same_sum_on_every_processor(shape, dtype, with_bias, products, monkeypatch):
+    """Within the rounding of the result, and of a sum of 36 products in float32."""
+    monkeypatch.setattr(layers, "_bfloat16_products", lambda: products)
+    x, weight = torch.randn(shape).to(dtype), torch.randn(20, 36).to(dtype)
+    bias = torch.randn(20).to(dtype) if with_bias else None
+    out = linear(x, weight, bias)
+    assert (out.shape, out.dtype) == ((*shape[:-1], 20), dtype)
+    wide = x.double() @ weight.double().T
+    exact = wide if bias is None else wide + bias.double()
+    size = x.double().abs() @ weight.double().abs().T  # what rounding is relative to
+    unit = torch.finfo(dtype).eps * exact.abs() + torch.finfo(dtype).eps * wide.abs()
+    assert ((out.double() - exact).abs() <= unit + 36 * torch.finfo(torch.float32).eps * size).all()
+
+
+@pytest.mark.parametrize("products", [False, True])
+def test_a_row_of_bfloat16_goes_to_the_routine_that_suits_the_processor(products, monkeypatch):
+    called = []
+    monkeypatch.setattr(layers, "_bfloat16_products", lambda: products)
+    mv = torch.mv
+    monkeypatch.setattr(torch, "mv", lambda *args: called.append("mv") or mv(*args))
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        called.clear()
+        linear(torch.ones(1, 1, 4).to(dtype), torch.ones(3, 4).to(dtype))
+        assert called == ([] if products and dtype == torch.bfloat16 else ["mv"])
+
+
+def test_the_processor_is_asked_once_and_may_be_one_that_torch_cannot_describe(monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", None, raising=False)
+    assert layers._bfloat16_products.__wrapped__() is False
+    assert layers._bfloat16_products() in (False, True)
 
 
 # norm and MLP

@@ -11,7 +11,7 @@ from nanoserve.course.curriculum import DayInfo
 from nanoserve.course.show import in_notebook, show
 from nanoserve.course.store import clone_dir
 
-ABOVE = "Run > Run All Above Selected Cell"
+ABOVE = "Run → Run All Above Selected Cell"
 
 
 def point_above(info: DayInfo) -> None:

@@ -43,11 +43,6 @@ class DayStatus:
     def count(self) -> str:
         return f"{len(self.passed)} of {self.total}" if self.total else ""
 
-    @property
-    def exercises(self) -> str:
-        """ "1 of 3 exercises", "0 of 1 exercise", or nothing."""
-        return self.count and f"{self.count} exercise{'s' if self.total > 1 else ''}"
-
     def __str__(self) -> str:
         line = f"day {self.info.number:>2}  {self.info.title:<30}  {self.count:<8}  {self.words}"
         return line.rstrip()

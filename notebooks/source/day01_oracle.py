@@ -246,6 +246,8 @@ today.widget("work")
 # ## Your turn: the work of one token
 #
 # How much arithmetic is that? A `config` holds the sizes of a model:
+#
+# After a kernel restart, run the cells above first (Run → Run All Above Selected Cell).
 
 # %%
 from nanoserve.config import load_config

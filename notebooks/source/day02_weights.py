@@ -343,6 +343,8 @@ GGUF_NAMES = {
 #    unchanged. The loader refuses it later, by that name.
 #
 # Stuck? `today.hint()` gives a hint about your mistake, and says more with each call.
+#
+# After a kernel restart, run the cells above first (Run → Run All Above Selected Cell).
 
 
 # %%

@@ -153,6 +153,8 @@ print(len(missing), "bytes have no token:", bytes(missing).hex(" "))
 #
 # Do not change the list that comes in. A pair that overlaps itself joins from the left: `a a a`
 # becomes `aa a`. The dictionary may hold the pairs in any order: the numbers are the ranks.
+#
+# After a kernel restart, run the cells above first (Run → Run All Above Selected Cell).
 
 
 # %%

@@ -132,6 +132,8 @@ fig
 #
 # One more rule: **square in float32**, whatever comes in. The square of 20,000 is far beyond the range
 # of float16. Stuck? `today.hint()` gives a hint about your mistake.
+#
+# After a kernel restart, run the cells above first (Run → Run All Above Selected Cell).
 
 
 # %%

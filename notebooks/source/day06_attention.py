@@ -139,6 +139,8 @@ print("q", list(q.shape), " k", list(k.shape), " v", list(v.shape))
 #
 # The result shares `q`'s memory: it is a **view**. Stuck? `today.hint()` gives a hint about your
 # mistake.
+#
+# After a kernel restart, run the cells above first (Run → Run All Above Selected Cell).
 
 
 # %%

@@ -698,10 +698,10 @@ fig
 strip = torch.randn(2, 1, config.n_kv, 2_048, config.head_dim, generator=generator).bfloat16()
 one, (keys, values) = q[:, :, -1:].bfloat16(), strip[:, :, :, :1_024]
 scaled = (one * config.head_dim**-0.5).view(config.n_kv, config.n_rep, 1, config.head_dim)
-room = scaled.new_empty(config.n_q * 1_024)
+workspace = scaled.new_empty(config.n_q * 1_024)
 took = median_times(
     {
-        "tile": lambda: _attend(scaled, keys[0], values[0], room),
+        "tile": lambda: _attend(scaled, keys[0], values[0], workspace),
         "float32": lambda: sdpa(one, keys, values),
     },
     rounds=50,

@@ -106,6 +106,8 @@ class KVCacheExhausted(RuntimeError):
 # | blocks | 0 | 1 | 1 | 1 | 2 | 2 | 3 |
 #
 # Stuck? `today.hint()` looks at the case that failed.
+#
+# After a kernel restart, run the cells above first (Run → Run All Above Selected Cell).
 
 
 # %%

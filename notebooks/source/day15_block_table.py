@@ -103,6 +103,8 @@ class BlockTable:
 # That includes -1, for which Python's indexing would return the last block.
 #
 # It is a method, written here as a function; the check puts it into the class.
+#
+# After a kernel restart, run the cells above first (Run → Run All Above Selected Cell).
 
 
 # %%

@@ -206,6 +206,8 @@ print("slots: ", cache._slots[:9].tolist())
 # `slots[i]` of `pool`. And `pool[slots]`, with a tensor of slots, is a *copy*: use it to read, not to write.
 #
 # Stuck? `today.hint()` looks at the case that failed.
+#
+# After a kernel restart, run the cells above first (Run → Run All Above Selected Cell).
 
 
 # %%

@@ -115,6 +115,8 @@ for name, fifth in (("zeros", torch.zeros(1, 8)), ("NaN", torch.full((1, 8), tor
 # 3. Give the blocks back: `table.free()`.
 #
 # Stuck? `today.hint()` looks at the case that failed.
+#
+# After a kernel restart, run the cells above first (Run → Run All Above Selected Cell).
 
 
 # %%

@@ -101,6 +101,8 @@ print(list(history.shape), "position 16 is slot 32:", torch.equal(history[16], k
 #
 # Write it plainly. This function need not be fast; it must be easy to believe. Stuck? `today.hint()` looks
 # at the case that failed.
+#
+# After a kernel restart, run the cells above first (Run → Run All Above Selected Cell).
 
 # %%
 from nanoserve.layers import sdpa

@@ -113,6 +113,8 @@ class PagedKVCache(PagedKVCache):
 #
 # The projections are given below, through `_qkv`: q, k and v are heads of one tensor, and RoPE rotates
 # queries and keys together. Write what is missing. Stuck? `today.hint()` looks at the case that failed.
+#
+# After a kernel restart, run the cells above first (Run → Run All Above Selected Cell).
 
 # %%
 from nanoserve.config import ModelConfig

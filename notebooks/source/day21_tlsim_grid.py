@@ -121,6 +121,8 @@ for program in range(3):
 #
 # `BLOCK` above is called `tile` here. Both have `tile` lanes in every program, also in the last one.
 # Stuck? `today.hint()` looks at the case that failed.
+#
+# After a kernel restart, run the cells above first (Run → Run All Above Selected Cell).
 
 
 # %%

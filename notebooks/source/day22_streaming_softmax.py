@@ -101,6 +101,8 @@ print(f"all at once:                  l {sum(exp(s - 5) for s in (1, 3, 2, 5)):.
 #
 # Give back the new `m`, `l` and `acc`. No division: that comes after the last tile, `acc / l`. Stuck?
 # `today.hint()` looks at the case that failed.
+#
+# After a kernel restart, run the cells above first (Run → Run All Above Selected Cell).
 
 # %%
 import torch
@@ -889,6 +891,7 @@ def paged_attention_kernel(
 
 # %%
 from nanoserve.kernels.dispatch import launch as launched
+from nanoserve.kernels.dispatch import use_backend
 from nanoserve.kernels.reference import paged_attention_reference
 
 head_dim, block_size = 64, 16
@@ -1050,7 +1053,7 @@ assert loaded == 3 * distinct and traced.bytes("store") == out.nbytes
 from nanoserve import LLM, SamplingParams
 
 llm = LLM("smollm2", cache="paged")
-with today.mine(), tlsim.trace() as traced:
+with today.mine(), use_backend("tlsim"), tlsim.trace() as traced:
     (answer,) = llm.generate("The capital of France is", SamplingParams(max_tokens=6))
 launches = sum(access.name == "out_ptr" for access in traced.accesses)
 print(repr(answer.text), "by", launches, "launches: 6 steps of 30 layers")

@@ -169,6 +169,8 @@ for name, x in (("the view that attention makes", q), ("the same, copied", q.con
 # with `q` and `out` `[1, n_q, query_len, head_dim]`, `k_pool` and `v_pool` `[num_slots, n_kv, head_dim]`.
 # Channels must lie side by side, so no stride is needed for them. Stuck? `today.hint()` looks at the
 # case that failed.
+#
+# After a kernel restart, run the cells above first (Run → Run All Above Selected Cell).
 
 
 # %%
@@ -622,9 +624,13 @@ assert torch.equal(out, right)
 #
 # | | nanoserve | vLLM | SGLang |
 # | --- | --- | --- | --- |
-# | kernel | `kernels/paged_attention.py` | `vllm/v1/attention/backends/flash_attn.py`, `triton_attn.py` and others | `python/sglang/srt/layers/attention/flashinfer_backend.py`, `triton_backend.py` and others |
-# | fallback | tlsim | on a CPU `vllm/v1/attention/backends/cpu_attn.py` | `torch_native_backend.py`, beside them |
-# | selector | `select_backend` | `get_attn_backend` in `vllm/v1/attention/selector.py`, which asks the platform: `get_attn_backend_cls` in `vllm/platforms/cuda.py`, `cpu.py` | the registry `ATTENTION_BACKENDS` in `attention_registry.py`; the name comes from `python/sglang/srt/server_args.py` |
+# | where | `nanoserve/kernels/` | `vllm/v1/attention/` | `python/sglang/srt/` |
+# | kernel | `paged_attention.py` | `backends/flash_attn.py` and others | `layers/attention/`: `triton_backend.py` and others |
+# | fallback | tlsim | on a CPU: `backends/cpu_attn.py` | `torch_native_backend.py`, beside them |
+# | selector | `select_backend` | `get_attn_backend` in `selector.py` | `ATTENTION_BACKENDS` in `attention_registry.py` |
+#
+# vLLM's selector asks the platform: `get_attn_backend_cls` in `vllm/platforms/cuda.py` or `cpu.py`.
+# SGLang's name comes from `server_args.py`.
 #
 # - **vLLM** keeps a list of backends for each kind of card, in order of preference, and asks each one
 #   what speaks against it: the dtype, the head size, the capability. The first that has no reason wins.

@@ -618,7 +618,7 @@ def test_in_a_real_kernel_a_cell_run_too_early_points_at_the_cells_above(tmp_pat
     assert error.ename == "NameError"
     assert " ".join(pointer.data["text/plain"].split()) == (
         "Another cell of this day defines `below`, and it has not run since the kernel started. "
-        "Run the cells above first: Run > Run All Above Selected Cell."
+        "Run the cells above first: Run → Run All Above Selected Cell."
     )
     for cell, kind in ((cells[2], "NameError"), (cells[3], "UnboundLocalError")):
         assert [output.get("ename") for output in cell.outputs] == [kind]

@@ -109,7 +109,7 @@ def test_docstrings_annotations_and_messages_are_left_alone():
 
 
 def test_a_swap_without_a_meaning_is_no_mutant():
-    for same in ("return a * b", "return a == b", "return max(a, b)", "return 3 + a * b"):
+    for same in ("return a * b", "return a == b", "return max(a, b)", "return a - 2 + b"):
         assert not changes(toy(same), "swapped names"), same
 
 

@@ -13,7 +13,7 @@ from nanoserve.course.plots import COLOURS, figure, style
 from nanoserve.course.source import source_of
 from nanoserve.kernels import paged_attention, tlsim
 from nanoserve.kernels.dispatch import launch
-from nanoserve.kernels.reference import ATOL, RTOL, paged_attention_reference
+from nanoserve.kernels.reference import paged_attention_reference, tolerance
 
 # the fold ----------------------------------------------------------------------------------------
 
@@ -301,43 +301,63 @@ STUB = {"query", "head", "dim", "in_head", "q", "out"}  # what the head and the 
 
 
 @lru_cache(maxsize=64)
-def _read(answer) -> tuple[tlsim.launch.Kernel, bool, set[type]]:
-    """The answer as tlsim runs it, whether anything was written, and the loops that are in it."""
+def _read(answer) -> tuple[tlsim.launch.Kernel, bool, bool]:
+    """The answer as tlsim runs it, whether the learner wrote anything, and whether it loops."""
     kernel = tlsim.jit(answer)
     inside = list(ast.walk(ast.parse(source_of(kernel.fn))))
     named = {x.id for x in inside if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)}
-    loops = {type(node) for node in inside} & {ast.For, ast.While}
-    return kernel, bool(loops or named - STUB), loops
+    loops = any(isinstance(node, ast.For | ast.While) for node in inside)
+    return kernel, loops or bool(named - STUB), loops
 
 
-def _launched(answer, q, k_pool, v_pool, slots, n_rep, tile, gap=0, **options):
-    """What the kernel gives under tlsim, its checks on. One without a loop can do one tile.
+ADVICE = {  # words of an error, and what to do about it here; the table shows 160 characters
+    "this condition depends on the program": (
+        "a `while` ends in all programs at once, a `for` may end sooner in one: write "
+        "`for start in range(0, visible, TILE)`"
+    ),
+    "local variable": "bind m, l and acc before the loop: names bound inside it end with the turn",
+}
 
-    `gap` heads of NaN lie between the slots of v_pool, so that its strides are not k_pool's.
+
+def _launched(answer, q, k_pool, v_pool, slots, n_rep, tile, gap=0, view=False, **options):
+    """The kernel's output under tlsim, with its checks on. Without a loop it can do one tile.
+
+    With `gap`, NaN lies between the slots and the heads of v_pool, so that its strides are not
+    k_pool's. With `view`, q is a view of [1, query_len, n_q, head_dim], as attention makes it, so
+    that its strides are not the output's.
     """
     kernel, written, loops = _read(answer)
     if not written:
         raise NotImplementedError("your turn")
     if not loops and len(slots) > tile:
         raise tlsim.KernelError(
-            "there is no `for` loop in it yet: one tile is done, the others never come"
+            "there is no loop yet: the kernel computes one tile, and these keys take several"
         )
-    if ast.While in loops and q.shape[2] > 1 and "order" not in options:
-        raise tlsim.KernelError(
-            "a `while` cannot end sooner in one program than in another that runs in lockstep "
-            "with it: write `for start in range(0, visible, TILE)`"
-        )
-    n_kv = v_pool.shape[1]
-    others = torch.full((v_pool.shape[0], gap, v_pool.shape[2]), torch.nan)
-    v_pool = torch.cat([v_pool, others], dim=1)[:, :n_kv]
-    with tlsim.options(checks=True, **options):
-        return launch(kernel, q, k_pool, v_pool, slots, n_rep, tile=tile)
+    q = q.transpose(1, 2).contiguous().transpose(1, 2) if view else q
+    v_pool = _spaced(v_pool, gap)
+    try:
+        with tlsim.options(checks=True, **options):
+            return launch(kernel, q, k_pool, v_pool, slots, n_rep, tile=tile)
+    except (tlsim.KernelError, NameError) as error:
+        for words, advice in ADVICE.items():
+            if words in str(error):
+                raise tlsim.KernelError(f"{advice} ({error})") from error
+        raise
+
+
+def _spaced(pool: torch.Tensor, gap: int) -> torch.Tensor:
+    """The same numbers, with `gap` heads and channels of NaN between them."""
+    num_slots, n_kv, head_dim = pool.shape
+    wide = torch.full((num_slots, n_kv + gap, head_dim + gap), torch.nan, dtype=pool.dtype)
+    spaced = wide[:, :n_kv, :head_dim]
+    spaced.copy_(pool)
+    return spaced
 
 
 def a_read(
     query_len: int, kv_len: int, n_q: int = 6, n_kv: int = 2, head_dim: int = 8, num_slots: int = 50
 ) -> tuple:
-    """(q, k_pool, v_pool, slot_mapping, n_rep), at random; the last slot is always in use."""
+    """(q, k_pool, v_pool, slot_mapping, n_rep), at random; position 0 lies in the last slot."""
     random = torch.Generator().manual_seed(query_len + kv_len)
     q = torch.randn(1, n_q, query_len, head_dim, generator=random)
     k_pool, v_pool = torch.randn(2, num_slots, n_kv, head_dim, generator=random)
@@ -349,13 +369,17 @@ def _kernel_cases() -> list[Case]:
     def case(what: str, kind: str, read: tuple, tile: int, **options) -> Case:
         truth = paged_attention_reference(*read)
         settings = {"tile": tile, **options}
-        return Case(what, read, settings, kind, truth, close(ATOL, RTOL), call=_launched)
+        return Case(
+            what, read, settings, kind, truth, close(*tolerance(truth.dtype)), call=_launched
+        )
 
     poisoned = a_read(3, 13)
     owned = torch.zeros(50, dtype=torch.bool)
     owned[poisoned[3]] = True
     for pool in poisoned[1:3]:
         pool[~owned] = torch.nan
+    *tensors, mapping, n_rep = a_read(2, 11)
+    halves = (*(x.half() for x in tensors), mapping, n_rep)
     falling, low = a_read(1, 17), a_read(1, 9, head_dim=16)
     for read, channels in ((falling, torch.linspace(70, -70, 17)), (low, -500 - torch.arange(9.0))):
         read[0].fill_(1.0)  # so a score is sqrt(head_dim) times a channel of its key
@@ -373,13 +397,15 @@ def _kernel_cases() -> list[Case]:
         case("14 channels, padded to 16", "pad", a_read(2, 12, head_dim=14), 4),
         case("NaN in every other slot", "pad", poisoned, 8, poison=True),
         case("v_pool with strides of its own", "stride", a_read(2, 11), 4, gap=1),
+        case("q with strides of its own, not the output's", "stride", a_read(3, 11), 4, view=True),
+        case("float16", "half", halves, 4),
         case("scores that fall from 200 to -200", "large", falling, 4),
         case("scores of -2,000 and below", "large", low, 4),
         case("one program at a time, shuffled", "band", a_read(2, 6, 2, 1), 4, order="serial"),
     ]
 
 
-def _kernel_but(why: str, *edits: tuple[str, str]) -> Wrong:
+def _kernel_but(why: str, *edits: tuple[str, str], hints: str | None = None) -> Wrong:
     """The package's kernel with some text replaced, as a learner might have written it."""
     source = inspect.getsource(tlsim.jit(paged_attention.paged_attention_kernel).fn)
     for old, new in edits:
@@ -390,7 +416,7 @@ def _kernel_but(why: str, *edits: tuple[str, str]) -> Wrong:
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
     namespace = dict(vars(paged_attention))
     exec(compile(source, file, "exec"), namespace)
-    return Wrong(namespace["paged_attention_kernel"], why)
+    return Wrong(namespace["paged_attention_kernel"], why, hints)
 
 
 _KERNEL_WRONG = (
@@ -531,6 +557,18 @@ _KERNEL_WRONG = (
         ("held[:, None] & in_head[None, :]", "in_head[None, :]"),
     ),
     _kernel_but(
+        "alpha is upside down: it is exp(m - m_new), at most 1. exp(m_new - m) is infinite at the "
+        "first tile, where m is -inf, and infinity times 0 is NaN.",
+        ("alpha = tl.exp(m - m_new)", "alpha = tl.exp(m_new - m)"),
+        hints="loop",
+    ),
+    _kernel_but(
+        "The output is stored with q's strides. The two need not lie alike, since q may be a view: "
+        "use out_head and out_seq.",
+        ("head * out_head + query * out_seq", "head * q_head + query * q_seq"),
+        hints="stride",
+    ),
+    _kernel_but(
         "alpha is dropped from acc: the old values were summed under a smaller maximum, and weigh "
         "too much.",
         ("acc * alpha +", "acc +"),
@@ -610,6 +648,13 @@ KERNEL = Exercise(
             "two strides: one for the slot, one for the head.",
             "k at slot * k_slot + kv_head * k_head, v at slot * v_slot + kv_head * v_head, both "
             "with [:, None] + dim[None, :]",
+        ),
+        "half": (
+            "In which dtype does each of your blocks live, when the tensors are float16?",
+            "The head of the kernel casts q to float32. tl.exp exists for float32 alone, and what "
+            "a loop carries keeps its dtype: m, l and acc begin in float32.",
+            "acc = tl.zeros((BLOCK_D,), tl.float32); k.to(tl.float32) and v.to(tl.float32) where "
+            "they are multiplied",
         ),
         "pad": (
             "Which lanes of a block [TILE, BLOCK_D] are this head's keys, and which are not?",
