@@ -747,8 +747,16 @@ def _qkv(x: torch.Tensor, layer: dict[str, torch.Tensor]) -> torch.Tensor:
     return torch.cat([_linear(x, layer, f"self_attn.{letter}_proj") for letter in "qkv"], dim=-1)
 
 
+# %% [markdown]
+# `load_model` joins them at the end. It also checks its arguments before it reads a file: `as_dtype`
+# accepts three dtypes or their names, and `as_device` a device that this machine has.
+
+
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/model.py: load_model, join_qkv
+# lands in nanoserve/model.py: DTYPES, load_model, as_dtype, as_device, join_qkv
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
 def load_model(
     source: str | Path = "smollm2",
     dtype: str | torch.dtype = torch.float32,
@@ -765,6 +773,25 @@ def load_model(
     model = Model(config, load_weights(path, config, dtype, device))
     join_qkv(model)
     return model
+
+
+def as_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    """A dtype of DTYPES, given as it is or by its name. Raises ValueError for any other."""
+    found = DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
+    if found not in DTYPES.values():
+        raise ValueError(f"dtype {dtype!r} is not supported; supported: {', '.join(DTYPES)}")
+    return found
+
+
+def as_device(device: str | torch.device) -> torch.device:
+    """A device that holds tensors on this machine. Raises ValueError, with torch's reason."""
+    try:
+        found = torch.device(device)
+        torch.empty(1, device=found).cpu()
+    except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
+        reason = str(error).strip().split("\n")[0].rstrip(".")
+        raise ValueError(f"device {str(device)!r} cannot be used: {reason}") from None
+    return found
 
 
 def join_qkv(model: Model) -> None:
