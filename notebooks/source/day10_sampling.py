@@ -131,6 +131,7 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 
 # %% jupyter={"source_hidden": true}
 # lands in nanoserve/sampling.py: HUGE, SamplingParams, _require
@@ -693,7 +694,7 @@ fig
 # that have passed. Below the texts it shows how often each was called.
 
 # %%
-from nanoserve import LLM
+from nanoserve import LLM, SamplingParams
 
 llm = LLM("smollm2")
 
