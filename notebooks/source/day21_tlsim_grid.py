@@ -1478,7 +1478,8 @@ for cols in widths:
     )
 assert found[0] == (64, 16) and found[-1] == (4096, 128)
 
-# %%
+# %% jupyter={"source_hidden": true}
+# Draws the plot: The same 16 KiB, by tiles
 from nanoserve.course.plots import COLOURS, figure, label_line, line, log2_axis, prediction_marker
 
 fig, (left, right) = figure(

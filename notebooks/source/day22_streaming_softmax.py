@@ -981,7 +981,8 @@ assert max(mild) < ATOL / 10 and max(sharp) < ATOL
 print(f"at worst, mild {max(mild):.1e}, sharp {max(sharp):.1e}; allowed {ATOL:.0e}")
 assert max(mild) < max(sharp)
 
-# %%
+# %% jupyter={"source_hidden": true}
+# Draws the plot: The fold against the oracle, over 1,024 keys
 from nanoserve.course.plots import COLOURS, figure, label_line, limit_line, line, log2_axis
 from nanoserve.course.plots import prediction_marker
 
