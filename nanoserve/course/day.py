@@ -31,7 +31,7 @@ def day(number: int | str) -> Day:
 
 
 class Day:
-    """A day's workbench. A learner's mistake is told in one output; it is never raised."""
+    """A day's workbench. A learner's mistake is shown in one output, never raised."""
 
     def __init__(self, number: int | str) -> None:
         self.info = find(number)

@@ -445,7 +445,7 @@ print(config)
 
 # %% [markdown]
 # The folder beside the file holds the same model in the Hugging Face layout: `config.json`,
-# `model.safetensors` and the tokenizer. Both configs are equal. The last two lines show configs
+# `model.safetensors` and the tokenizer. Both configs are equal. The last three lines show configs
 # that the engine refuses:
 
 
@@ -461,6 +461,7 @@ def told(call):
 print(load_config(folder) == config)
 told(lambda: parse_config({"model_type": "gpt2"}))
 told(lambda: parse_config(gguf_config(path) | {"rope_scaling": {"rope_type": "yarn"}}))
+told(lambda: parse_config(gguf_config(path) | {"rms_norm_eps": None}))
 
 # %% [markdown]
 # ## Names
@@ -741,7 +742,8 @@ low, high, used = block.min(), block.max(), block.unique()
 step = used.diff().min()
 print(f"{low:.3f} to {high:.3f} in steps of {step:.3f}; {len(used)} of 16 levels are in use")
 
-# %%
+# %% jupyter={"source_hidden": true}
+# Draws the plot: 32 weights on 16 levels
 levels = [low + q * step for q in range(16)]
 fig, ax = figure(xlabel="weight in the block", ylabel="value", title="32 weights on 16 levels")
 ax.hlines(levels, -0.6, 31.6, color=COLOURS["grid"], linewidth=1.2)

@@ -237,9 +237,11 @@ for word in ["Hello", " gravity", " ☕"]:
 
 # %%
 import codecs
+import threading
 from collections.abc import Sequence
 from datetime import datetime
 from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 
 import tokenizers
@@ -374,8 +376,8 @@ def _read_text(file: Path) -> str:
 # %% [markdown]
 # Two things to know:
 #
-# - `__init__` keeps the tokenizer twice, once with and once without its special tokens. The section
-#   "A command, or characters that look like one" says why.
+# - `encode` switches the parsing of special tokens on or off, under a lock, since two threads may
+#   encode at once. The section "A command, or characters that look like one" says why.
 # - `token_bytes` gives the bytes of one id. `decode` joins the bytes of all ids *before* it makes text
 #   of them. Text made token by token would break the cup.
 
@@ -541,8 +543,9 @@ print(rendered)
 # The template added a system message, and the text ends where the assistant begins to speak: the
 # model's answer is what comes next. Without this frame a model may continue the question instead.
 #
-# (`prefix_ids` is what some checkpoints put before plain text: a **BOS** token, for "beginning of
-# sequence". Llama needs it. SmolLM2 does not, so here the list is empty.)
+# (Some checkpoints put a **BOS** token, for "beginning of sequence", before plain text. Their
+# tokenizer.json says so, and `prefix_ids` returns the token. Llama has one. SmolLM2 has none, so
+# here the list is empty.)
 
 # %%
 ids = tokenizer.encode(rendered, parse_special=True)
@@ -751,7 +754,8 @@ ratios = {language: count / counts["English"] for language, count in counts.item
 print(f"English: {counts['English']} tokens, Japanese: {counts['Japanese']}")
 print(f"times as many: {ratios['Japanese']:.1f}; your guess: {today.guess_text('japanese')}")
 
-# %%
+# %% jupyter={"source_hidden": true}
+# Draws the plot: One article of law in seven languages
 from nanoserve.course import plots
 
 ylabel = "tokens, as a multiple of English"

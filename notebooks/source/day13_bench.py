@@ -373,7 +373,8 @@ assert speedup[2] > 3
 # `transformers` does the same today for the *first* token after a prompt, so this run gives that curve
 # too.
 
-# %%
+# %% jupyter={"source_hidden": true}
+# Draws the plot: Day 1's curve, and the cache
 from nanoserve.course.plots import COLOURS, figure, label_line, line, log2_axis, prediction_marker
 
 fig, ax = figure(
@@ -427,7 +428,8 @@ print(
 )
 assert all(0 < value < 2 * bandwidth / 1e9 for values in read.values() for value in values)
 
-# %%
+# %% jupyter={"source_hidden": true}
+# Draws the plot: How near the peak bandwidth
 from nanoserve.course.plots import limit_line
 
 fig, ax = figure(
@@ -670,7 +672,8 @@ print(f"one matmul {took[1_024] * 1e3:.0f} ms, tiles of 128 {took[128] * 1e3:.0f
 print(f"{took[1_024] / took[128]:.1f} times faster; your guess: {today.guess_text('tiles')}")
 assert took[128] < took[1_024]
 
-# %%
+# %% jupyter={"source_hidden": true}
+# Draws the plot: One layer's attention, 1,024 tokens
 fig, ax = figure(
     xlabel="queries in a tile", ylabel="milliseconds", title="One layer's attention, 1,024 tokens"
 )
@@ -744,8 +747,16 @@ def _qkv(x: torch.Tensor, layer: dict[str, torch.Tensor]) -> torch.Tensor:
     return torch.cat([_linear(x, layer, f"self_attn.{letter}_proj") for letter in "qkv"], dim=-1)
 
 
+# %% [markdown]
+# `load_model` joins them at the end. It also checks its arguments before it reads a file: `as_dtype`
+# accepts three dtypes or their names, and `as_device` a device that this machine has.
+
+
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/model.py: load_model, join_qkv
+# lands in nanoserve/model.py: DTYPES, load_model, as_dtype, as_device, join_qkv
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
 def load_model(
     source: str | Path = "smollm2",
     dtype: str | torch.dtype = torch.float32,
@@ -762,6 +773,25 @@ def load_model(
     model = Model(config, load_weights(path, config, dtype, device))
     join_qkv(model)
     return model
+
+
+def as_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    """A dtype of DTYPES, given as it is or by its name. Raises ValueError for any other."""
+    found = DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
+    if found not in DTYPES.values():
+        raise ValueError(f"dtype {dtype!r} is not supported; supported: {', '.join(DTYPES)}")
+    return found
+
+
+def as_device(device: str | torch.device) -> torch.device:
+    """A device that holds tensors on this machine. Raises ValueError, with torch's reason."""
+    try:
+        found = torch.device(device)
+        torch.empty(1, device=found).cpu()
+    except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
+        reason = str(error).strip().split("\n")[0].rstrip(".")
+        raise ValueError(f"device {str(device)!r} cannot be used: {reason}") from None
+    return found
 
 
 def join_qkv(model: Model) -> None:
