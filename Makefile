@@ -1,4 +1,4 @@
-# make lab | demo | test | mutants | sync | diagrams | publish REPO=owner/name | wheel
+# make lab | demo | test | test-machines | test-oldest | test-newest | mutants | sync | diagrams | publish REPO=owner/name | wheel
 # Another Python: make PYTHON=python3.12 lab
 
 PYTHON ?= python3
@@ -6,17 +6,27 @@ BIN := .venv/bin
 RUN := $(BIN)/python -m
 AS_ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)  # in a container
 
-.PHONY: help lab demo test mutants sync diagrams screens publish wheel
+# The Pythons of test-oldest and test-newest; the second is the newest that is found, pyenv's included.
+OLDEST ?= python3.11
+NEWEST ?= $(shell for v in 3.15 3.14 3.13 3.12 3.11; do \
+  for p in python$$v $$HOME/.pyenv/versions/$$v.*/bin/python3; do \
+    $$p -c '' 2>/dev/null && echo $$p && exit; done; done)
+QUIETLY := --quiet --disable-pip-version-check --no-input
+
+.PHONY: help lab demo test test-machines test-oldest test-newest mutants sync diagrams screens publish wheel
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make lab       set up, fetch the model, open the course in JupyterLab"
 	@echo "make demo      set up, fetch the model, answer a question in the terminal"
 	@echo "make test      set up and run everything CI runs"
+	@echo "make test-machines  run the notebooks as on other processors (about 25 minutes)"
+	@echo "make test-oldest    run the tests on the oldest versions that pyproject.toml admits"
+	@echo "make test-newest    run the tests on the newest versions and the newest Python here"
 	@echo "make mutants   run every exercise's check on mutants of right answers (about 15 minutes)"
 	@echo "make sync      bring twins, lands cells and notebooks into step"
 	@echo "make diagrams  draw the pictures again"
-	@echo "make screens   take the README's picture of JupyterLab again (needs Chromium)"
+	@echo "make screens   take the README's pictures of JupyterLab again (needs Chromium)"
 	@echo "make publish REPO=owner/name   stamp badges and set-up cells"
 	@echo "make wheel     build dist/nanoserve-*.whl"
 
@@ -31,6 +41,30 @@ demo: .venv/.engine
 test: .venv/.dev
 	@$(BIN)/python tests/run_all.py
 
+test-machines: .venv/.dev
+	@$(BIN)/python tests/run_all.py machines
+
+# These two set up environments of their own. On Linux with an x86-64 processor, pip takes PyTorch's
+# CUDA builds: each environment holds about 6 GB.
+test-oldest: .venv-oldest/.dev
+	@.venv-oldest/bin/python tests/run_all.py versions
+
+test-newest:
+	@test -n "$(NEWEST)" || { echo "No Python 3.11 or newer found. Name one: make NEWEST=python3 $@"; exit 1; }
+	@.venv-newest/bin/python -c '' 2>/dev/null || $(NEWEST) -m venv --clear .venv-newest
+	@echo "Bringing .venv-newest ($(NEWEST)) up to date"
+	@.venv-newest/bin/python -m pip install $(QUIETLY) --upgrade --upgrade-strategy eager -e ".[dev]"
+	@.venv-newest/bin/python tests/run_all.py versions
+
+.venv-oldest/.dev: pyproject.toml tests/oldest.py
+	@$(OLDEST) -c '' 2>/dev/null || { echo "$(OLDEST) not found. Name another: make OLDEST=python3.12 $@"; exit 1; }
+	@$(OLDEST) -m venv --clear .venv-oldest
+	@echo "Installing the oldest versions that pyproject.toml admits into .venv-oldest"
+	@.venv-oldest/bin/python -m pip install $(QUIETLY) packaging
+	@.venv-oldest/bin/python tests/oldest.py > .venv-oldest/oldest.txt
+	@.venv-oldest/bin/python -m pip install $(QUIETLY) -c .venv-oldest/oldest.txt -e ".[dev]"
+	@touch $@
+
 mutants: .venv/.dev
 	@$(RUN) tests.mutants --report $(ARGS)
 
@@ -41,10 +75,10 @@ diagrams: .venv/.dev
 	@$(BIN)/python diagrams/make.py
 
 screens: .venv/.dev
-	@NANOSERVE_SCREENSHOTS=diagrams/screens $(RUN) pytest -q tests/browser
+	@NANOSERVE_SCREENSHOTS=diagrams/screens $(RUN) pytest -q tests/browser/test_lab.py
 
 publish: .venv/.dev
-	@$(RUN) nanoserve.course.publish "$(REPO)"
+	@$(RUN) nanoserve.course.sync --stamp "$(REPO)"
 
 wheel: .venv/.engine
 	@$(RUN) pip wheel --quiet --no-deps --wheel-dir dist . && ls dist/nanoserve-*.whl

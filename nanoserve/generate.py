@@ -1,4 +1,4 @@
-"""One loop from a prompt to text: cached or not, greedy or sampled, at once or as a stream."""
+"""Generation: one loop from a prompt to text, with or without a cache, whole or as a stream."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ CACHES = ("paged", "naive")
 
 
 def new_cache(kind: str | None, model: Model, tokens: int) -> Cache | None:
-    """An empty cache of a kind in CACHES with room for `tokens` tokens; None is no cache."""
+    """An empty cache for `tokens` tokens, of a kind in CACHES; None for the kind None."""
     if kind is None:
         return None
     if kind == "naive":
@@ -29,11 +29,11 @@ def new_cache(kind: str | None, model: Model, tokens: int) -> Cache | None:
 
 @dataclass(frozen=True)
 class Completion:
-    """What a prompt was answered with.
+    """The result of one prompt.
 
-    `text` leaves out the end token and a stop string; `token_ids` holds every token generated.
-    `finish_reason` is "stop" (an end token or a stop string) or "length". `logprobs` has one
-    Sample a token where SamplingParams asked for them, else it is None.
+    `text` excludes the end token and the stop string; `token_ids` has every generated token.
+    `finish_reason` is "stop" (an end token or a stop string) or "length". `logprobs` has one Sample
+    per token if SamplingParams.logprobs is set, else it is None.
     """
 
     text: str
@@ -49,11 +49,14 @@ def generate_tokens(
     cache: Cache | None = None,
     eos_ids: Sequence[int] = (),
 ) -> Iterator[Sample]:
-    """The loop: run the model, choose a token, append it; stop at an end token (which is yielded),
-    after max_tokens, or when the context is full. With an empty cache a step feeds one token."""
+    """The loop: run the model, choose a token, append it.
+
+    Stops after an end token (which it yields), after max_tokens, or when the context is full. With
+    a cache, which must be empty, each step after the first computes one token.
+    """
     generator = make_generator(params.seed, model.device)
     ids = list(prompt_ids)
-    step = ids  # what the model has not seen yet: first the prompt, then one token at a time
+    step = ids  # the tokens to compute: first the prompt, then one at a time
     for _ in range(min(params.max_tokens, model.config.context - len(ids) + 1)):
         chosen = sample(
             next_logits(model, step, cache), params, generator, prompt_ids, ids[len(prompt_ids) :]
@@ -67,14 +70,16 @@ def generate_tokens(
 
 @torch.no_grad()
 def next_logits(model: Model, ids: Sequence[int], cache: Cache | None = None) -> torch.Tensor:
-    """The logits of the token that follows ids: float32 [vocab]. Only the last position's are
-    computed: the head is a fifth of the model's weights."""
+    """The logits of the token after ids: float32 [vocab].
+
+    Computes the head for the last position only: it is a fifth of SmolLM2's weights.
+    """
     hidden = model.hidden(torch.tensor([ids], device=model.device), cache)
     return model.head(hidden[0, -1]).float()
 
 
 class StopStrings:
-    """Holds text back for as long as it may still turn out to be a stop string."""
+    """Holds text back while it may be the beginning of a stop string."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = stops
@@ -82,12 +87,12 @@ class StopStrings:
         self.found = False
 
     def add(self, piece: str) -> str:
-        """The text that can be shown now; once a stop string has come, nothing from it on."""
+        """The text that can be shown now. From the first stop string on, nothing."""
         if self.found:
             return ""
         text = self._held + piece
         found = [(text.find(s) + len(s), text.find(s)) for s in self._stops if s in text]
-        if found:  # the first that is complete, so it never matters how the text came in pieces
+        if found:  # The stop string that is complete first: the cut between pieces does not matter.
             self.found, self._held = True, ""
             return text[: min(found)[1]]
         keep = self._undecided(text)
@@ -95,12 +100,12 @@ class StopStrings:
         return text[: len(text) - keep]
 
     def finish(self) -> str:
-        """What was held back and never became a stop string."""
+        """The text that is still held back."""
         text, self._held = self._held, ""
         return text
 
     def _undecided(self, text: str) -> int:
-        """The length of the longest end of text that begins some stop string."""
+        """The length of the longest suffix of text that is a prefix of a stop string."""
         longest = max((len(stop) - 1 for stop in self._stops), default=0)
         return next(
             (
@@ -113,7 +118,7 @@ class StopStrings:
 
 
 class Stream:
-    """Pieces of text as they can be shown; iterate once. Joined, they are completion.text."""
+    """Yields pieces of text; iterate once. The pieces joined are completion.text."""
 
     def __init__(
         self,
@@ -158,7 +163,7 @@ class Stream:
 
     @property
     def completion(self) -> Completion:
-        """The whole answer; draws what has not been drawn yet."""
+        """The whole result; runs the rest of the stream first."""
         for _ in self:
             pass
         logprobs = None if self._params.logprobs is None else self._logprobs
@@ -166,16 +171,16 @@ class Stream:
 
 
 class LLM:
-    """A model, its tokenizer and a kind of cache: the public face of the engine."""
+    """A model, its tokenizer and a kind of cache: the public interface of the engine."""
 
     def __init__(
         self,
         source: str | Path = "smollm2",
-        dtype: torch.dtype = torch.float32,
+        dtype: str | torch.dtype = torch.float32,
         device: str | torch.device = "cpu",
         cache: str | None = "paged",
     ) -> None:
-        """source as for load_model; cache "paged", "naive", or None to recompute every step."""
+        """source, dtype, device as for load_model; cache "paged", "naive", or None for no cache."""
         if cache is not None and cache not in CACHES:
             known = ", ".join(map(repr, CACHES))
             raise ValueError(f"cache {cache!r} is not known; supported: {known}, None")
@@ -188,11 +193,13 @@ class LLM:
         prompts: str | Sequence[int] | Sequence[str | Sequence[int]],
         params: SamplingParams | None = None,
     ) -> list[Completion]:
-        """Complete one prompt or several; a prompt is text, or token ids, used as they are.
+        """Complete one prompt or several. A prompt is text, or token ids, which are used unchanged.
 
-        Raises ValueError, before any work, for an empty prompt, one longer than the model's
-        context, or an id outside the vocabulary.
+        Raises ValueError, before any work, for a prompt that is empty or longer than the model's
+        context, and for an id outside the vocabulary.
         """
+        if not isinstance(prompts, str) and not hasattr(prompts, "__len__"):
+            raise ValueError(f"prompts must be text, token ids, or a list of them, got {prompts!r}")
         single = isinstance(prompts, str) or (len(prompts) and not isinstance(prompts[0], Sequence))
         checked = [self._prompt_ids(prompt) for prompt in ([prompts] if single else prompts)]
         return [self.stream(ids, params).completion for ids in checked]
@@ -200,18 +207,20 @@ class LLM:
     def chat(
         self, messages: list[dict[str, str]], params: SamplingParams | None = None
     ) -> Completion:
-        """The assistant's answer to [{"role": "user", "content": …}, …]; errors as for generate."""
+        """Complete a conversation [{"role": "user", "content": …}, …]; errors as for generate."""
         return self.stream(self.chat_ids(messages), params).completion
 
     def stream(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> Stream:
-        """Complete one prompt, giving pieces of text as they come; errors as for generate."""
-        ids, params = self._prompt_ids(prompt), params or SamplingParams()
+        """Complete one prompt as a stream of pieces of text; errors as for generate, at once."""
+        ids, params = self._prompt_ids(prompt), SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"params must be a SamplingParams, got {params!r}")
         tokens = min(len(ids) + params.max_tokens, self.model.config.context)
         cache = new_cache(self._cache, self.model, tokens)
         return Stream(self.model, self.tokenizer, ids, params, cache)
 
     def chat_ids(self, messages: list[dict[str, str]]) -> list[int]:
-        """A conversation as the token ids that the model was trained to answer."""
+        """The token ids of a conversation in the checkpoint's chat template."""
         return self.tokenizer.encode(self.tokenizer.render_chat(messages), parse_special=True)
 
     def _prompt_ids(self, prompt: str | Sequence[int]) -> list[int]:

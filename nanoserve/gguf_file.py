@@ -1,4 +1,4 @@
-"""Reads the header of a GGUF file as if it were a folder in the Hugging Face layout (plumbing)."""
+"""Reads the header of a GGUF file and returns it in the Hugging Face layout (plumbing)."""
 
 import json
 import math
@@ -32,37 +32,50 @@ PRE_TOKENIZERS = {
     "qwen2": _split(_WORDS % ""),
     "llama-bpe": _split(_WORDS % "{1,3}"),
 }
+ADDS_BOS = ("llama-bpe",)  # splitters that put BOS unless the file says otherwise (llama.cpp)
+ROLES = ("bos", "eos", "unknown", "padding")
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
 
 
 class BadGGUF(ValueError):
-    """The file is no GGUF, is cut short, or holds something this engine does not read."""
+    """The file is not a whole GGUF file, or contains something that the engine does not support."""
+
+
+def check_readable(path: Path) -> None:
+    """Open a file and read a byte. Raises ValueError, naming file and reason, if that fails."""
+    try:
+        with path.open("rb") as file:
+            file.read(1)
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing") from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror or error}") from None
 
 
 def open_gguf(path: Path) -> "GGUFReader":
-    """Memory-map a GGUF file. Raises BadGGUF, naming the file, when it is not whole."""
-    if not path.is_file():
-        raise BadGGUF(f"{path} is not a file")
+    """Memory-map a GGUF file. Raises ValueError, naming file and reason, if it cannot be read, and
+    BadGGUF if it is not a whole GGUF file."""
+    check_readable(path)
     return _open(path, path.stat().st_mtime_ns)
 
 
 def close_gguf() -> None:
-    """Let go of the file opened last (Windows cannot move a file that is mapped)."""
+    """Unmap the file opened last (Windows cannot move a mapped file)."""
     _open.cache_clear()
 
 
-@lru_cache(maxsize=1)  # config, tokenizer and weights read one header, which takes seconds to parse
+@lru_cache(maxsize=1)  # config, tokenizer and weights parse the same header, which takes seconds
 def _open(path: Path, _modified: int) -> "GGUFReader":
     from gguf import GGUFReader
 
     try:
         return GGUFReader(path)
-    except Exception as error:  # the reader raises whatever the damage makes it stumble on
+    except Exception as error:  # the reader raises many kinds for a damaged file
         raise BadGGUF(f"{path} is not a whole GGUF file: {error}") from None
 
 
 def gguf_config(path: Path) -> dict:
-    """The config.json that a GGUF's metadata amounts to; BadGGUF for another architecture."""
+    """A GGUF's metadata as the content of a config.json. BadGGUF for another architecture."""
     reader = open_gguf(path)
     arch = _get(reader, "general.architecture")
     if arch not in ARCHITECTURES:
@@ -80,32 +93,42 @@ def gguf_config(path: Path) -> dict:
     tensors = {t.name: t for t in reader.tensors}
     if "token_embd.weight" not in tensors:
         raise BadGGUF(f"{path.name}: tensor token_embd.weight is missing")
-    n_q = need("attention.head_count")
-    head_dim = _get(reader, f"{arch}.attention.key_length") or need("embedding_length") // n_q
-    rotated = _get(reader, f"{arch}.rope.dimension_count") or head_dim
+
+    def number(key: str, default: float | None = None) -> float:
+        value = need(key) if default is None else _get(reader, f"{arch}.{key}") or default
+        if not isinstance(value, int | float):
+            raise BadGGUF(f"{path.name}: {arch}.{key} must be a number, got {value!r:.40}")
+        return value
+
+    n_q, hidden = number("attention.head_count"), number("embedding_length")
+    head_dim = number("attention.key_length", hidden // max(n_q, 1))
+    rotated = number("rope.dimension_count", head_dim)
     if rotated != head_dim:
         raise BadGGUF(f"{path.name}: RoPE of {rotated} of {head_dim} channels is not supported")
-    # llama.cpp's converter stores "llama" for Mistral too, and only Llama's own biases and window
+    # 0 means no window. llama.cpp's converter stores "llama" for Mistral, too.
+    window = _get(reader, f"{arch}.attention.sliding_window") or None
+    ends = (_get(reader, f"tokenizer.ggml.{role}_token_id") for role in ("eos", "eot", "eom"))
     config = {
         "model_type": arch,
         "vocab_size": int(tensors["token_embd.weight"].shape[1]),
-        "hidden_size": need("embedding_length"),
+        "hidden_size": hidden,
         "intermediate_size": need("feed_forward_length"),
         "num_hidden_layers": need("block_count"),
         "num_attention_heads": n_q,
         "num_key_value_heads": _get(reader, f"{arch}.attention.head_count_kv") or n_q,
         "head_dim": head_dim,
         "max_position_embeddings": need("context_length"),
-        # a float32 in the file; the shortest decimal that means the same is the one that was meant
-        "rms_norm_eps": float(f"{need('attention.layer_norm_rms_epsilon'):.6g}"),
-        "rope_theta": float(_get(reader, f"{arch}.rope.freq_base") or 10_000.0),
+        # The file stores a float32; this is the shortest decimal that rounds to it.
+        "rms_norm_eps": float(f"{number('attention.layer_norm_rms_epsilon'):.6g}"),
+        "rope_theta": float(number("rope.freq_base", 10_000.0)),
         "attention_bias": arch != "qwen2" and "blk.0.attn_q.bias" in tensors,
         "tie_word_embeddings": "output.weight" not in tensors,
-        "sliding_window": _get(reader, f"{arch}.attention.sliding_window"),
-        "use_sliding_window": _get(reader, f"{arch}.attention.sliding_window") is not None,
+        "sliding_window": window,
         "bos_token_id": _get(reader, "tokenizer.ggml.bos_token_id"),
-        "eos_token_id": _get(reader, "tokenizer.ggml.eos_token_id"),
+        "eos_token_id": _eos([i for i in ends if i is not None]),
     }
+    if arch != "llama":  # every layer from 0 on has the window, where there is one
+        config |= {"use_sliding_window": window is not None, "max_window_layers": 0}
     kind = _get(reader, f"{arch}.rope.scaling.type")
     if kind not in (None, "none"):
         config["rope_scaling"] = {"rope_type": kind}
@@ -116,7 +139,7 @@ def gguf_config(path: Path) -> dict:
 
 
 def gguf_tokenizer(path: Path) -> tuple[str, dict]:
-    """A GGUF's byte-level BPE as (the text of a tokenizer.json, a tokenizer_config.json).
+    """A GGUF's byte-level BPE: the text of a tokenizer.json, and the content of its config.
 
     Raises BadGGUF for another tokenizer, by its name.
     """
@@ -127,9 +150,13 @@ def gguf_tokenizer(path: Path) -> tuple[str, dict]:
             f"{path.name}: tokenizer {model!r} with splitter {pre!r} is not supported; supported: "
             f"'gpt2' with {', '.join(PRE_TOKENIZERS)}"
         )
-    tokens = _get(reader, "tokenizer.ggml.tokens")
+    tokens, merges = (_get(reader, f"tokenizer.ggml.{key}") for key in ("tokens", "merges"))
+    if not tokens or merges is None:
+        raise BadGGUF(f"{path.name}: the metadata lacks tokenizer.ggml.tokens or .merges")
     types = _get(reader, "tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
-    merges = [merge.split(" ") for merge in _get(reader, "tokenizer.ggml.merges")]
+    if len(types) != len(tokens):
+        raise BadGGUF(f"{path.name}: {len(tokens)} tokens have {len(types)} types")
+    special = {role: _token(reader, tokens, role, path) for role in ROLES}
     added = [
         {
             "id": i,
@@ -140,8 +167,9 @@ def gguf_tokenizer(path: Path) -> tuple[str, dict]:
         for i, (token, kind) in enumerate(zip(tokens, types, strict=True))
         if kind in (_CONTROL, _USER_DEFINED)
     ]
-    bos = _token(reader, tokens, "bos")
-    puts_bos = bool(_get(reader, "tokenizer.ggml.add_bos_token") or False)
+    adds_bos = _get(reader, "tokenizer.ggml.add_bos_token")
+    if adds_bos is None:
+        adds_bos = pre in ADDS_BOS
     tokenizer = {
         "version": "1.0",
         "truncation": None,
@@ -149,7 +177,7 @@ def gguf_tokenizer(path: Path) -> tuple[str, dict]:
         "added_tokens": added,
         "normalizer": {"type": "NFC"} if pre == "qwen2" else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": PRE_TOKENIZERS[pre]},
-        "post_processor": None,
+        "post_processor": _bos_first(special["bos"], tokens) if adds_bos else None,
         "decoder": _GPT2,
         "model": {
             "type": "BPE",
@@ -161,18 +189,18 @@ def gguf_tokenizer(path: Path) -> tuple[str, dict]:
             "byte_fallback": False,
             "ignore_merges": pre == "llama-bpe",
             "vocab": {token: i for i, token in enumerate(tokens)},
-            "merges": merges,
+            "merges": [merge.split(" ") for merge in merges],
         },
     }
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "add_bos_token": puts_bos,
+        "add_bos_token": bool(adds_bos),
         "add_prefix_space": False,
         "clean_up_tokenization_spaces": False,
-        "bos_token": bos,
-        "eos_token": _token(reader, tokens, "eos"),
-        "unk_token": _token(reader, tokens, "unknown"),
-        "pad_token": _token(reader, tokens, "padding"),
+        "bos_token": special["bos"],
+        "eos_token": special["eos"],
+        "unk_token": special["unknown"],
+        "pad_token": special["padding"],
         "chat_template": _get(reader, "tokenizer.chat_template"),
         "model_max_length": _get(reader, f"{_get(reader, 'general.architecture')}.context_length"),
     }
@@ -182,18 +210,46 @@ def gguf_tokenizer(path: Path) -> tuple[str, dict]:
     )
 
 
+def _eos(ids: list[int]) -> int | list[int] | None:
+    """The ids of end tokens, as config.json writes them: None, one id, or a list."""
+    several = list(dict.fromkeys(ids))
+    return several if len(several) > 1 else several[0] if several else None
+
+
 def _get(reader: "GGUFReader", key: str) -> Any:
     field = reader.get_field(key)
     return None if field is None else field.contents()
 
 
-def _token(reader: "GGUFReader", tokens: list[str], role: str) -> str | None:
+def _token(reader: "GGUFReader", tokens: list[str], role: str, path: Path) -> str | None:
+    """The text of the special token with a role, or None."""
     token_id = _get(reader, f"tokenizer.ggml.{role}_token_id")
-    return None if token_id is None else tokens[token_id]
+    if token_id is None:
+        return None
+    if not 0 <= token_id < len(tokens):
+        raise BadGGUF(
+            f"{path.name}: tokenizer.ggml.{role}_token_id {token_id} is outside the vocabulary "
+            f"of {len(tokens)}"
+        )
+    return tokens[token_id]
+
+
+def _bos_first(bos: str | None, tokens: list[str]) -> dict | None:
+    """The post-processor of a tokenizer.json that puts the BOS token before a text."""
+    if bos is None:
+        return None
+    first = {"SpecialToken": {"id": bos, "type_id": 0}}
+    a, b = ({"Sequence": {"id": text, "type_id": i}} for i, text in enumerate("AB"))
+    return {
+        "type": "TemplateProcessing",
+        "single": [first, a],
+        "pair": [first, a, b],
+        "special_tokens": {bos: {"id": bos, "ids": [tokens.index(bos)], "tokens": [bos]}},
+    }
 
 
 def _llama3_scaling(factors: Any, theta: float, path: Path) -> dict:
-    """The llama3 parameters whose per-frequency divisors a GGUF stores as rope_freqs.weight.
+    """The llama3 parameters that give the divisors in rope_freqs.weight, one for each frequency.
 
     The published Llama 3 models all use low 1, high 4, original context 8,192; only the factor
     differs. Anything else is refused rather than guessed.
@@ -205,7 +261,8 @@ def _llama3_scaling(factors: Any, theta: float, path: Path) -> dict:
         smooth = min(max(smooth, 0.0), 1.0)
         if not math.isclose(stored, 1 / ((1 - smooth) / factor + smooth), rel_tol=1e-4):
             raise BadGGUF(
-                f"{path.name}: rope_freqs.weight is no llama3 RoPE scaling this engine knows"
+                f"{path.name}: rope_freqs.weight is no llama3 RoPE scaling with low_freq_factor 1, "
+                "high_freq_factor 4 and original context 8192"
             )
     return {
         "rope_type": "llama3",

@@ -1,10 +1,11 @@
-"""The pieces of a decoder block, as plain functions of tensors.
+"""The parts of a decoder block, as plain functions of tensors.
 
 Shapes: batch, seq; n_q query heads, n_kv key and value heads, n_rep = n_q // n_kv; head_dim.
-A layer's weights are a dictionary by the checkpoint's own names, without "model.layers.3.".
+A layer's weights are a dictionary whose keys are the checkpoint's names without "model.layers.3.".
 """
 
 import math
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 
 from nanoserve.config import ModelConfig
 
-QUERY_TILE = 128  # queries that attend at once: enough to fill a matmul, few enough to skip keys
+QUERY_TILE = 128  # queries in one product: enough to fill it, few enough to skip future keys
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -37,8 +38,9 @@ def plain_frequencies(config: ModelConfig) -> torch.Tensor:
 def rope_frequencies(config: ModelConfig) -> torch.Tensor:
     """The angle per position that the model uses: float32 [head_dim / 2].
 
-    The plain frequencies, or with Llama 3's scaling: pairs that turn often within the original
-    context keep theirs, pairs that hardly turn are slowed by `factor`, those between are blended.
+    Without scaling, the plain frequencies. With Llama 3's scaling, pairs that turn often within the
+    original context keep their frequency, for pairs that hardly turn it is divided by `factor`, and
+    between the two it is blended.
     """
     frequencies = plain_frequencies(config)
     scaling = config.rope_scaling
@@ -51,16 +53,18 @@ def rope_frequencies(config: ModelConfig) -> torch.Tensor:
 
 
 def rope_tables(config: ModelConfig, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin of position times frequency: float32 [length, head_dim], whatever the model's
-    dtype. In bfloat16, position 15,962 would be rounded to 15,936."""
+    """cos and sin of position times frequency: float32 [length, head_dim] for every model dtype.
+
+    bfloat16 would round positions: 15,962 to 15,936.
+    """
     positions = torch.arange(length, dtype=torch.float32)
     angles = torch.outer(positions, rope_frequencies(config))  # [length, head_dim / 2]
-    angles = torch.cat([angles, angles], dim=-1)  # both members of a pair turn alike
+    angles = torch.cat([angles, angles], dim=-1)  # both members of a pair turn by the same angle
     return angles.cos(), angles.sin()
 
 
 def rotate_half(x: torch.Tensor) -> torch.Tensor:
-    """Turn each pair (i, i + head_dim / 2) of the last axis by 90 degrees: (a, b) -> (-b, a)."""
+    """Rotate each pair (i, i + head_dim / 2) of the last axis by 90 degrees: (a, b) -> (-b, a)."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat([-second, first], dim=-1)
 
@@ -77,13 +81,25 @@ def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [..., in] times weight [out, in], plus bias [out] -> [..., out].
 
-    A single row, as in a decode step, is a matrix-vector product: the same sum, for which PyTorch
-    has a faster routine on a CPU in bfloat16.
+    A single row, as in a decode step, goes to torch.mv: the same sum by a matrix-vector routine.
+    The exception is bfloat16 on a CPU with bfloat16 products, where F.linear is the faster one.
     """
-    if x.numel() > x.shape[-1]:
+    if x.numel() > x.shape[-1] or (x.dtype == torch.bfloat16 and _bfloat16_products()):
         return F.linear(x, weight, bias)
     out = torch.mv(weight, x.flatten())
     return (out if bias is None else out + bias).view(*x.shape[:-1], -1)
+
+
+@cache
+def _bfloat16_products() -> bool:
+    """Whether this CPU multiplies bfloat16 without widening it first: avx512_bf16, or AMX.
+
+    On such a CPU F.linear takes 0.6 to 0.9 of torch.mv's time for SmolLM2's shapes (torch 2.13;
+    13.0 against 22.6 ms for all products of a decode step). With oneDNN held to AVX2 it takes 1.0
+    to 1.15. In float32 and float16 the two take the same time.
+    """
+    supported = getattr(torch.cpu, "_is_avx512_bf16_supported", None)  # a CPU with AMX has it too
+    return supported is not None and supported()
 
 
 def swiglu(
@@ -93,7 +109,7 @@ def swiglu(
 
     x [..., hidden]; gate, up [intermediate, hidden]; down [hidden, intermediate] -> [..., hidden].
     """
-    h = F.silu(linear(x, gate), inplace=True)  # in place: nobody else holds this tensor
+    h = F.silu(linear(x, gate), inplace=True)  # in place: nothing else refers to this tensor
     return linear(h.mul_(linear(x, up)), down)
 
 
@@ -104,13 +120,13 @@ def sdpa(
 
     q [batch, n_q, query_len, head_dim]; k, v [batch, n_kv, kv_len, head_dim]; the queries are the
     last query_len of kv_len positions -> [batch, n_q, query_len, head_dim]. Query head h reads KV
-    head h // n_rep, by a view. `scale` defaults to head_dim ** -0.5. A tile skips the keys that
-    none of its queries may see. A single query attends in float32 at least.
+    head h // n_rep; no head is copied. `scale` defaults to head_dim ** -0.5. A tile of queries
+    skips the keys that come after all of them. A single query is computed in float32 or wider.
     """
     batch, n_q, query_len, head_dim = q.shape
     n_kv, kv_len = k.shape[1:3]
     scale = head_dim**-0.5 if scale is None else scale
-    if query_len == 1:  # nothing to mask, and hardly more work than reading k and v
+    if query_len == 1:  # no mask, and reading k and v takes most of the time
         wide = torch.promote_types(q.dtype, torch.float32)
         rows = q.to(wide).reshape(batch, n_kv, n_q // n_kv, head_dim) * scale
         weights = (rows @ k.to(wide).transpose(2, 3)).softmax(dim=-1)
@@ -118,7 +134,7 @@ def sdpa(
     q = q * scale  # fewer numbers to scale than scores
     q = q.reshape(
         batch * n_kv, n_q // n_kv, query_len, head_dim
-    )  # the heads that share keys, together
+    )  # the query heads of one KV head form a group
     k, v = k.flatten(0, 1), v.flatten(0, 1)  # [batch * n_kv, kv_len, head_dim]
     out = torch.empty_like(q)
     # scores of one tile; every tile writes into the same memory, since fresh memory is slow
@@ -133,7 +149,8 @@ def sdpa(
 def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, workspace: torch.Tensor
 ) -> torch.Tensor:
-    """One tile: q [groups, n_rep, tile, head_dim], scaled; k, v [groups, keys, head_dim] -> as q.
+    """Attention of one tile of queries: q [groups, n_rep, tile, head_dim], scaled already; k, v
+    [groups, keys, head_dim] -> the shape of q.
 
     The scores are written into `workspace`, at least groups * n_rep * tile * keys numbers.
     """
@@ -144,20 +161,20 @@ def _attend(
     if tile > 1:
         future = torch.ones(tile, tile, dtype=torch.bool, device=q.device).triu_(1)
         scores.unflatten(1, (n_rep, tile))[..., -tile:].masked_fill_(future, -torch.inf)
-    weights = torch.softmax(scores, dim=-1, out=scores)  # summed in float32, whatever the dtype
+    weights = torch.softmax(scores, dim=-1, out=scores)  # torch sums in float32 for every dtype
     return torch.bmm(weights, v).view(q.shape)
 
 
 class Cache(Protocol):
-    """What the model asks of a cache. It holds one sequence."""
+    """The interface that the model needs. A cache holds one sequence."""
 
-    seq_len: int  # tokens already held, and so the position of the next one
+    seq_len: int  # tokens held before this step: the position of the next token
 
     def append(
         self, layer: int, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take this step's keys and values [1, n_kv, query_len, head_dim] of one layer; return the
-        whole history's [1, n_kv, kv_len, head_dim]. seq_len moves with the last layer."""
+        """Store this step's k and v [1, n_kv, query_len, head_dim] of one layer; return all of the
+        layer's, [1, n_kv, kv_len, head_dim]. The last layer advances seq_len."""
         ...
 
 
@@ -173,12 +190,12 @@ def gqa_attention(
     """Grouped-query attention (Ainslie et al. 2023): n_q query heads share n_kv keys and values.
 
     x [batch, seq, hidden], cos and sin [seq, head_dim] of x's positions -> [batch, seq, hidden].
-    A cache takes this step's keys and values as layer `index`'s; then it gives back the whole
-    history, or attends itself where it can.
+    The cache stores this step's keys and values as those of layer `index`. Then the cache's own
+    paged_attention attends, where the cache has one, and else sdpa over all K and V it returns.
     """
     heads = _heads(_qkv(x, layer), config.n_q + 2 * config.n_kv)  # of q, then of k, then of v
     qk, v = heads.split([config.n_q + config.n_kv, config.n_kv], dim=1)
-    if config.qk_norm:  # Qwen3: each head's query and key are normalised before they turn
+    if config.qk_norm:  # Qwen3: normalise each head's query and key before RoPE
         q, k = qk.split([config.n_q, config.n_kv], dim=1)
         q = rms_norm(q, layer["self_attn.q_norm.weight"], config.norm_eps)
         k = rms_norm(k, layer["self_attn.k_norm.weight"], config.norm_eps)
@@ -186,7 +203,7 @@ def gqa_attention(
     q, k = apply_rope(qk, cos, sin).split([config.n_q, config.n_kv], dim=1)
     if cache is None:
         out = sdpa(q, k, v)
-    elif hasattr(cache, "paged_attention"):  # a cache that reads its own memory
+    elif hasattr(cache, "paged_attention"):  # the cache attends over its own memory
         out = cache.paged_attention(index, k, v, q, config.n_rep)
     else:
         out = sdpa(q, *cache.append(index, k, v))
@@ -194,9 +211,9 @@ def gqa_attention(
 
 
 def _qkv(x: torch.Tensor, layer: dict[str, torch.Tensor]) -> torch.Tensor:
-    """q, k and v of x in a row, [batch, seq, (n_q + 2 * n_kv) * head_dim].
+    """q, k and v of x, concatenated: [batch, seq, (n_q + 2 * n_kv) * head_dim].
 
-    One product where the layer has their weights joined (`join_qkv`), else three.
+    One product where the layer has the joined weight of `join_qkv`, else three.
     """
     if "self_attn.qkv_proj.weight" in layer:
         return _linear(x, layer, "self_attn.qkv_proj")
@@ -221,7 +238,7 @@ def block(
     cache: Cache | None = None,
     index: int = 0,
 ) -> torch.Tensor:
-    """One decoder block: attention, then the MLP, each on a normed copy and added to the stream.
+    """One decoder block: x + attention(norm(x)), then x + MLP(norm(x)).
 
     x [batch, seq, hidden] -> the same shape; the other arguments are gqa_attention's.
     """

@@ -10,6 +10,8 @@ from nanoserve.fetch import resolve
 from nanoserve.layers import Cache, block, linear, rms_norm, rope_tables
 from nanoserve.weights import load_weights
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
 
 class Model:
     """A decoder-only transformer: a config, and weights by their Hugging Face names."""
@@ -31,8 +33,9 @@ class Model:
     def __call__(self, ids: torch.Tensor, cache: Cache | None = None) -> torch.Tensor:
         """Logits of the token after each position: ids [batch, seq] -> [batch, seq, vocab].
 
-        With a cache (batch 1), ids are the tokens that follow those it holds, and it keeps theirs.
-        Raises ValueError for ids of another shape or type, and past the model's context.
+        With a cache (batch 1), ids are the tokens after those in the cache, and their keys and
+        values are added to the cache. Raises ValueError for ids of another shape or type, and for
+        positions past the model's context.
         """
         return self.head(self.hidden(ids, cache))
 
@@ -55,7 +58,7 @@ class Model:
             raise ValueError(
                 f"ids must be integers [batch, seq], got {ids.dtype} {list(ids.shape)}"
             )
-        if ids.device.type == "cpu":  # elsewhere reading them would stall the stream
+        if ids.device.type == "cpu":  # on a GPU, reading them would wait for all queued work
             low, high = (int(i) for i in ids.aminmax())
             if low < 0 or high >= self.config.vocab_size:
                 raise ValueError(
@@ -64,7 +67,7 @@ class Model:
                 )
 
     def _rope(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin of positions start to stop; the tables double when they are outgrown."""
+        """cos and sin of positions start to stop. The tables double when they are too short."""
         if stop > self.config.context:
             raise ValueError(
                 f"position {stop - 1} is past the model's context of {self.config.context}"
@@ -83,13 +86,15 @@ def _layer(weights: dict[str, torch.Tensor], i: int) -> dict[str, torch.Tensor]:
 
 def load_model(
     source: str | Path = "smollm2",
-    dtype: torch.dtype = torch.float32,
+    dtype: str | torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
 ) -> Model:
     """Load "smollm2" (fetched on first use), a folder, a .gguf file or a hub id.
 
-    Raises ValueError, naming it, for whatever the engine does not support or finds broken.
+    dtype: float32, bfloat16 or float16, or its name. Raises ValueError for a dtype or device that
+    cannot be used, and for a checkpoint that is broken or not supported.
     """
+    dtype, device = as_dtype(dtype), as_device(device)
     path = resolve(source)
     config = load_config(path)
     model = Model(config, load_weights(path, config, dtype, device))
@@ -97,11 +102,30 @@ def load_model(
     return model
 
 
+def as_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    """A dtype of DTYPES, given as it is or by its name. Raises ValueError for any other."""
+    found = DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
+    if found not in DTYPES.values():
+        raise ValueError(f"dtype {dtype!r} is not supported; supported: {', '.join(DTYPES)}")
+    return found
+
+
+def as_device(device: str | torch.device) -> torch.device:
+    """A device that holds tensors on this machine. Raises ValueError, with torch's reason."""
+    try:
+        found = torch.device(device)
+        torch.empty(1, device=found).cpu()
+    except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
+        reason = str(error).strip().split("\n")[0].rstrip(".")
+        raise ValueError(f"device {str(device)!r} cannot be used: {reason}") from None
+    return found
+
+
 def join_qkv(model: Model) -> None:
     """Give each layer "self_attn.qkv_proj.weight", the rows of q, k and v joined; a bias likewise.
 
-    The names it has keep their values, as views of those rows: nothing lies in memory twice. What
-    is written into one of them is seen by the whole; another tensor put under its name is not.
+    The weights of q, k and v become views of those rows, so no value is stored twice. In-place
+    edits show in qkv_proj; rebinding a name does not.
     """
     for i, layer in enumerate(model.layers):
         for kind in ("weight", "bias") if model.config.qkv_bias else ("weight",):

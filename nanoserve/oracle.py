@@ -1,4 +1,4 @@
-"""The oracle: transformers on the same folder, which the engine is held to and never uses."""
+"""The oracle: transformers on the same folder. Tests compare the engine with it."""
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -12,14 +12,14 @@ from nanoserve.fetch import resolve
 
 @dataclass(frozen=True)
 class Activation:
-    """What went into a module and what came out, as a hook saw it."""
+    """The first input and the output of a module, captured by a hook."""
 
     input: torch.Tensor
     output: torch.Tensor
 
 
 class Oracle:
-    """A reference model that answers the three questions the course asks of it."""
+    """A reference model: logits, greedy generation and activations."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.model = model.eval()
@@ -40,7 +40,7 @@ class Oracle:
     ) -> list[int]:
         """The greedy continuation of a prompt: at most max_tokens ids, an end token included.
 
-        on_token is called with each as it comes; with stop=False an end token ends nothing.
+        Calls on_token with each id. With stop=False, generation continues after an end token.
         """
         prompt = torch.tensor([list(ids)], device=self.model.device)
         out = self.model.generate(
@@ -50,17 +50,15 @@ class Oracle:
             do_sample=False,
             use_cache=use_cache,
             streamer=None if on_token is None else _Streamer(on_token),
-            pad_token_id=0,  # for batches; here only to keep generate from warning
-            **(
-                {} if stop else {"eos_token_id": self.model.config.vocab_size}
-            ),  # one that never comes
+            pad_token_id=0,  # only to avoid a warning: one sequence needs no padding
+            **({} if stop else {"eos_token_id": self.model.config.vocab_size}),  # no such token
         )
         return out[0, prompt.shape[1] :].tolist()
 
     @torch.no_grad()
     def capture(self, ids: torch.Tensor, names: Iterable[str]) -> dict[str, Activation]:
         """Run ids [batch, seq] and return the activations of modules, by names such as
-        "model.layers.0.mlp". Raises ValueError for a name that the model has not."""
+        "model.layers.0.mlp". Raises ValueError for a name that the model lacks."""
         modules = dict(self.model.named_modules())
         seen: dict[str, Activation] = {}
         with ExitStack() as hooks:
@@ -84,7 +82,7 @@ class Oracle:
 
 
 class _Streamer:
-    """What transformers calls a streamer: first it is given the prompt, then each token."""
+    """transformers calls put() with the prompt, then with each token."""
 
     def __init__(self, on_token: Callable[[int], None]) -> None:
         self._on_token, self._prompt_seen = on_token, False

@@ -1,12 +1,13 @@
 """From logits to the next token: penalties, temperature, top-k, top-p, min-p, one draw.
 
-Logits are float32 [..., vocab]. A mask sets what it removes to -inf and leaves the rest as it is.
+Logits are float32 [..., vocab]. A mask sets removed tokens to -inf and leaves the others unchanged.
 """
 
 import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 
 import torch
 
@@ -15,7 +16,7 @@ HUGE = sys.float_info.max
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one sequence is to be continued. Out of range is a ValueError that names the field."""
+    """How to continue one sequence. A wrong type or range is a ValueError that names the field."""
 
     max_tokens: int = 16
     temperature: float = 0.0  # 0 is greedy
@@ -31,30 +32,30 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
-        _require(self, "max_tokens", int, 1, math.inf, "an integer of at least 1")
-        _require(self, "temperature", float, 0, HUGE, "a finite number of at least 0 (greedy)")
-        _require(self, "top_k", int, 0, math.inf, "an integer of at least 0 (off)")
-        _require(self, "top_p", float, 0, 1, "a number from 0 to 1 (off)")
-        _require(self, "min_p", float, 0, 1, "a number from 0 (off) to 1")
-        _require(self, "repetition_penalty", float, math.ulp(0), HUGE, "a finite number above 0")
-        _require(self, "presence_penalty", float, -2, 2, "a number from -2 to 2")
-        _require(self, "frequency_penalty", float, -2, 2, "a number from -2 to 2")
+        _require(self, "max_tokens", Integral, 1, math.inf, "an integer of at least 1")
+        _require(self, "temperature", Real, 0, HUGE, "a finite number of at least 0 (greedy)")
+        _require(self, "top_k", Integral, 0, math.inf, "an integer of at least 0 (off)")
+        _require(self, "top_p", Real, 0, 1, "a number from 0 to 1 (off)")
+        _require(self, "min_p", Real, 0, 1, "a number from 0 (off) to 1")
+        _require(self, "repetition_penalty", Real, math.ulp(0), HUGE, "a finite number above 0")
+        _require(self, "presence_penalty", Real, -2, 2, "a number from -2 to 2")
+        _require(self, "frequency_penalty", Real, -2, 2, "a number from -2 to 2")
         if not (isinstance(stop, list | tuple) and all(isinstance(s, str) and s for s in stop)):
             allowed = "a non-empty string, or a list or tuple of them"
             raise ValueError(f"stop must be {allowed}, got {self.stop!r}")
         if self.seed is not None:
-            _require(self, "seed", int, 0, 2**64 - 1, "None or an integer from 0 to 2**64 - 1")
+            _require(self, "seed", Integral, 0, 2**64 - 1, "None or an integer from 0 to 2**64 - 1")
         if self.logprobs is not None:
-            _require(self, "logprobs", int, 0, 20, "None or an integer from 0 to 20")
+            _require(self, "logprobs", Integral, 0, 20, "None or an integer from 0 to 20")
         object.__setattr__(self, "stop", tuple(stop))
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One chosen token. The logprobs are the model's own: before penalties, temperature and masks.
+    """One chosen token. Logprobs are the model's: before penalties, temperature and masks.
 
-    `logprob` and `top` are None unless SamplingParams.logprobs asks for them; `top` maps that many
-    most probable ids to their logprobs, best first, whether or not the chosen one is among them.
+    `logprob` and `top` are None unless SamplingParams.logprobs is set. `top` maps the ids of the
+    most probable tokens to their logprobs, best first; the chosen token may be absent from it.
     """
 
     token_id: int
@@ -69,11 +70,11 @@ def sample(
     prompt_ids: Sequence[int] = (),
     output_ids: Sequence[int] = (),
 ) -> Sample:
-    """Choose the token that follows prompt_ids + output_ids, from the logits [vocab] of the last.
+    """Choose the token after prompt_ids + output_ids, from the logits [vocab] of the last position.
 
-    Temperature 0 takes the largest logit after penalties, the lowest id where several tie. A seed
-    needs a generator: one for the whole sequence, from make_generator. Raises ValueError where it
-    is missing, where logits has another shape, and where the largest logit is not finite.
+    Temperature 0 takes the largest logit after penalties; the lowest id wins a tie. A seed needs a
+    generator from make_generator, one for the whole sequence. Raises ValueError if the generator is
+    missing, if logits has another shape, and if the largest logit is not finite.
     """
     if params.temperature > 0 and params.seed is not None and generator is None:
         raise ValueError(f"seed {params.seed} needs a generator: make_generator(seed), once")
@@ -99,10 +100,11 @@ def apply_penalties(
     output_ids: Sequence[int],
     params: SamplingParams,
 ) -> torch.Tensor:
-    """Make the tokens that have been used less likely: [..., vocab] -> [..., vocab].
+    """Make used tokens less likely: [..., vocab] -> [..., vocab].
 
-    Repetition (Keskar et al. 2019, section 4.1) scales towards -inf whatever stands in the prompt
-    or the output; presence subtracts once, and frequency once per use, for the output alone.
+    Repetition (Keskar et al. 2019, section 4.1) scales the logits of all tokens in the prompt or
+    the output towards -inf. Presence subtracts once for each token in the output, frequency once
+    for each use.
     """
     repetition, presence = params.repetition_penalty, params.presence_penalty
     if (repetition, presence, params.frequency_penalty) == (1, 0, 0):
@@ -130,14 +132,14 @@ def apply_temperature(logits: torch.Tensor, temperature: float) -> torch.Tensor:
     """Divide by a temperature above 0: below 1 sharpens, above 1 flattens.
 
     The largest logit becomes 0 first, which changes no probability; so nothing overflows to +inf.
-    Float64 because float32 would round a temperature of 1e-50 to 0.
+    Computes in float64: float32 would round a temperature of 1e-50 to 0.
     """
     shifted = logits.double() - logits.amax(-1, keepdim=True)
     return (shifted / temperature).float()
 
 
 def mask_top_k(logits: torch.Tensor, top_k: int) -> torch.Tensor:
-    """Keep the top_k largest logits, and whatever ties with the last of them; 0 keeps all."""
+    """Keep the top_k largest logits, and all that tie with the last of these; 0 keeps all."""
     if top_k == 0:
         return logits
     last = logits.topk(min(top_k, logits.shape[-1])).values[..., -1:]  # [..., 1]
@@ -147,7 +149,8 @@ def mask_top_k(logits: torch.Tensor, top_k: int) -> torch.Tensor:
 def mask_top_p(logits: torch.Tensor, top_p: float) -> torch.Tensor:
     """Keep the fewest tokens whose probabilities reach top_p (Holtzman et al. 2020, section 3.1).
 
-    Summed from the smallest up: what adds up to 1 - top_p or less goes. The last one always stays.
+    Sums probabilities from the smallest up, and removes tokens while the sum is at most 1 - top_p.
+    The most probable token always stays.
     """
     ascending, ids = logits.sort(dim=-1)
     tail = ascending.softmax(dim=-1).cumsum(dim=-1) <= 1 - top_p
@@ -156,7 +159,7 @@ def mask_top_p(logits: torch.Tensor, top_p: float) -> torch.Tensor:
 
 
 def mask_min_p(logits: torch.Tensor, min_p: float) -> torch.Tensor:
-    """Keep what is at least min_p times as probable as the best (Nguyen et al. 2024, section 3)."""
+    """Keep tokens at least min_p times as probable as the best (Nguyen et al. 2024, section 3)."""
     probs = torch.softmax(logits, dim=-1)
     return logits.masked_fill(probs < min_p * probs.amax(-1, keepdim=True), -torch.inf)
 
@@ -171,9 +174,9 @@ def draw(probs: torch.Tensor, generator: torch.Generator | None = None) -> int:
 
 
 def make_generator(seed: int | None, device: str | torch.device = "cpu") -> torch.Generator | None:
-    """A generator that starts from `seed`, or None (torch's global one) where seed is None.
+    """A generator that starts from `seed`; None, for torch's global one, if seed is None.
 
-    Left on the CPU it gives the same numbers whatever device holds the logits.
+    On the CPU it draws the same numbers for logits on any device.
     """
     return None if seed is None else torch.Generator(device).manual_seed(seed)
 
@@ -187,8 +190,13 @@ def _count(ids: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
 def _require(
     params: SamplingParams, name: str, kind: type, low: float, high: float, allowed: str
 ) -> None:
-    """Refuse a field that is no number of that kind from low to high; NaN lies nowhere."""
+    """Check that a field is an Integral or Real from low to high, and store it as int or float.
+
+    NumPy's numbers pass; bool and NaN do not. Raises ValueError.
+    """
     value = getattr(params, name)
-    number = isinstance(value, (int, kind)) and not isinstance(value, bool)
-    if not (number and low <= value <= high):
+    if isinstance(value, bool) or not isinstance(value, kind) or not low <= value <= high:
         raise ValueError(f"{name} must be {allowed}, got {value!r}")
+    if type(value) not in (int, float):
+        plain = int(value) if isinstance(value, Integral) else float(value)
+        object.__setattr__(params, name, plain)

@@ -1,17 +1,19 @@
-"""Text in, text out: byte-level BPE, chat templates, and a detokeniser for streams."""
+"""Text to token ids and back: tokenizer, chat template, and a detokeniser for streams."""
 
 import codecs
 import json
+import threading
 from collections.abc import Sequence
 from datetime import datetime
 from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 
 import tokenizers
 
 from nanoserve.config import read_json
 from nanoserve.fetch import resolve
-from nanoserve.gguf_file import gguf_tokenizer
+from nanoserve.gguf_file import check_readable, gguf_tokenizer
 
 
 def byte_alphabet() -> dict[str, int]:
@@ -30,43 +32,45 @@ class Tokenizer:
     """A checkpoint's own tokenizer: text to token ids and back, and its chat template."""
 
     def __init__(self, tokenizer_json: str, config: dict) -> None:
-        """Take the text of a tokenizer.json and the content of a tokenizer_config.json."""
+        """tokenizer_json: the text of that file; config: the content of tokenizer_config.json."""
         self._config = config
         self._full = tokenizers.Tokenizer.from_str(tokenizer_json)
-        # the same without its special tokens, so that "<|im_end|>" is ten characters like any other
-        self._plain = tokenizers.Tokenizer(self._full.model)
-        self._plain.normalizer = self._full.normalizer
-        self._plain.pre_tokenizer = self._full.pre_tokenizer
+        self._lock = threading.Lock()  # encode() switches a setting of _full
         self._added = dict(self._full.get_added_tokens_decoder())
         self.vocab_size = self._full.get_vocab_size()
         decoder = json.dumps(json.loads(tokenizer_json).get("decoder"))
         self._byte_level = "ByteLevel" in decoder
-        # SentencePiece: a text is encoded with a space put before it
+        # SentencePiece puts a space before the text that it encodes.
         self._space_first = '"Strip"' in decoder or "Metaspace" in decoder
 
     @cached_property
     def prefix_ids(self) -> list[int]:
-        """What the checkpoint's tokenizer puts before plain text: its BOS, or nothing."""
-        adds_bos, bos = self._config.get("add_bos_token"), self.token_id(self._name("bos_token"))
-        if adds_bos is not None and bos is not None:
-            return [bos] if adds_bos else []
-        return [i for i in self._full.encode("").ids if i == bos]
+        """The ids that the checkpoint's tokenizer puts before a text: its BOS token, or nothing.
+
+        Only the post-processor of tokenizer.json counts, as in transformers 5.
+        """
+        encoded = self._full.encode("a")
+        marked = zip(encoded.ids, encoded.special_tokens_mask, strict=True)
+        return [i for i, _ in takewhile(lambda pair: pair[1], marked)]
 
     def encode(self, text: str, parse_special: bool = False) -> list[int]:
-        """Text to token ids; nothing is added. Special tokens in the text count only if parsed.
+        """Text to token ids, without a prefix.
 
-        A byte that no token spells is dropped, as the checkpoint's own tokenizer drops it (SmolLM2
-        lacks six control characters). Raises ValueError for text with a lone surrogate.
+        Special tokens in the text become ids only with parse_special; other added tokens, such as
+        <think>, always do. A byte that no token spells is dropped, as the checkpoint's own
+        tokenizer does (SmolLM2 lacks six control characters). Raises ValueError for text with a
+        lone surrogate.
         """
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise ValueError(f"text is not valid Unicode: {error}") from None
-        tokenizer = self._full if parse_special else self._plain
-        return tokenizer.encode(text, add_special_tokens=False).ids
+        with self._lock:
+            self._full.encode_special_tokens = not parse_special
+            return self._full.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Sequence[int], skip_special: bool = False) -> str:
-        """Token ids to a whole text; bytes that are no UTF-8 become U+FFFD.
+        """Token ids to a whole text; bytes that are not UTF-8 become U+FFFD.
 
         Raises ValueError for an id outside the vocabulary.
         """
@@ -75,7 +79,7 @@ class Tokenizer:
         return text.removeprefix(" ") if self._space_first else text
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes one token stands for: a part of a character at the least, a phrase at the most.
+        """The bytes of one token: from a part of a character to several words.
 
         Raises ValueError for an id outside the vocabulary.
         """
@@ -91,20 +95,20 @@ class Tokenizer:
         return token.replace("▁", " ").encode("utf-8")
 
     def is_special(self, token_id: int) -> bool:
-        """Whether a token is one that marks structure (a role, an end) and is no text."""
+        """Whether a token marks structure (a role, an end) rather than text."""
         return token_id in self._added and self._added[token_id].special
 
     def token_id(self, token: str | None) -> int | None:
-        """The id of a token by its text, or None where there is no such token."""
+        """The id of the token with this text, or None."""
         return None if token is None else self._full.token_to_id(token)
 
     def render_chat(
         self, messages: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """Write [{"role": …, "content": …}, …] as the model was trained to read a conversation.
+        """Render [{"role": …, "content": …}, …] with the checkpoint's chat template.
 
-        The checkpoint's jinja template runs in a sandbox. Raises ValueError where there is no
-        template, where a message lacks its role or content, and where the template refuses.
+        The jinja template runs in a sandbox. Raises ValueError if there is no template, if a
+        message lacks its role or content, and if the template raises an error.
         """
         import jinja2
         from jinja2.ext import loopcontrols
@@ -135,11 +139,11 @@ class Tokenizer:
             return environment.from_string(template).render(
                 messages=messages,
                 add_generation_prompt=add_generation_prompt,
-                tools=None,  # that and the next, as transformers has it: there, and None
+                tools=None,  # as in transformers: tools and documents are defined, and None
                 documents=None,
                 **names,
             )
-        except Exception as error:  # a template is a program: it can fail in any way
+        except Exception as error:  # a template can raise anything
             raise ValueError(f"the chat template refuses these messages: {error}") from None
 
     @cached_property
@@ -147,17 +151,17 @@ class Tokenizer:
         return byte_alphabet()
 
     def _name(self, role: str) -> str | None:
-        """The text of a special token; a config gives it plainly or inside a dictionary."""
+        """The text of a special token; a config stores a string, or a dictionary with it."""
         token = self._config.get(role)
         return token.get("content") if isinstance(token, dict) else token
 
 
 class Detokenizer:
-    """Turns a stream of token ids into pieces of text that are never half a character.
+    """Turns a stream of token ids into pieces of text that end on whole characters.
 
-    The pieces and finish() joined are what decoding all ids at once gives (but for the space that
-    SentencePiece puts before a whole text: the first word of a continuation needs its own). Bytes
-    of a character that is not complete yet are held back, those at the end of the prompt included.
+    All pieces and finish() joined equal the text of all ids decoded at once, except that the space
+    of SentencePiece's first word stays. The bytes of an incomplete character are held back, those
+    at the end of the prompt included.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = ()) -> None:
@@ -167,21 +171,21 @@ class Detokenizer:
             self.add(token_id)
 
     def add(self, token_id: int) -> str:
-        """The text that can be shown now that this token has come; often a word, perhaps ""."""
+        """The text that is complete with this token: often a word, sometimes ""."""
         if token_id >= self._tokenizer.vocab_size or self._tokenizer.is_special(token_id):
-            return ""  # a model's vocabulary may be padded past its tokenizer's
+            return ""  # a model's vocabulary may be larger than its tokenizer's
         return self._decoder.decode(self._tokenizer.token_bytes(token_id))
 
     def finish(self) -> str:
-        """The rest: U+FFFD where the stream ended inside a character, else ""."""
+        """The rest: U+FFFD if the stream ended inside a character, else ""."""
         return self._decoder.decode(b"", final=True)
 
 
 def load_tokenizer(source: str | Path = "smollm2") -> Tokenizer:
     """The tokenizer of "smollm2", a folder in the Hugging Face layout, a .gguf file or a hub id.
 
-    Raises ValueError for an unknown source, a missing or broken file, or a kind of tokenizer that
-    cannot be turned back into bytes, by its name.
+    Raises ValueError for an unknown source, for a file that is missing, unreadable or broken, and
+    for a tokenizer whose tokens are not made of bytes.
     """
     path = resolve(source)
     text, config = gguf_tokenizer(path) if path.suffix == ".gguf" else _read_folder(path)
@@ -195,11 +199,24 @@ def load_tokenizer(source: str | Path = "smollm2") -> Tokenizer:
 
 
 def _read_folder(folder: Path) -> tuple[str, dict]:
+    """The text of tokenizer.json, and the content of tokenizer_config.json and what belongs to it:
+    the names in special_tokens_map.json and the template in chat_template.jinja."""
     file, config_file = folder / "tokenizer.json", folder / "tokenizer_config.json"
     if not file.exists():
         raise ValueError(f"{file} is missing (a tokenizer.model alone is not supported)")
     config = read_json(config_file) if config_file.exists() else {}
+    names = folder / "special_tokens_map.json"
+    if names.exists() and "added_tokens_decoder" not in config:  # as transformers decides
+        config |= read_json(names)
     template = folder / "chat_template.jinja"
     if template.exists():
-        config["chat_template"] = template.read_text(encoding="utf-8")
-    return file.read_text(encoding="utf-8"), config
+        config["chat_template"] = _read_text(template)
+    return _read_text(file), config
+
+
+def _read_text(file: Path) -> str:
+    check_readable(file)
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not UTF-8: {error}") from None

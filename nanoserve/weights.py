@@ -1,6 +1,5 @@
 """Weights are just names: a checkpoint becomes a dictionary from Hugging Face names to tensors."""
 
-import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,8 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from nanoserve.config import ModelConfig, UnsupportedModel
-from nanoserve.gguf_file import open_gguf
+from nanoserve.config import ModelConfig, UnsupportedModel, read_json
+from nanoserve.gguf_file import check_readable, open_gguf
 
 if TYPE_CHECKING:
     from gguf import ReaderTensor
@@ -38,7 +37,7 @@ FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor that still lies in its file: its shape is known, its values come with read()."""
+    """A tensor in a file: its shape, and read() to load its values."""
 
     shape: tuple[int, ...]
     read: Callable[[], torch.Tensor]
@@ -83,9 +82,9 @@ def load_weights(
 ) -> dict[str, torch.Tensor]:
     """Read a folder of safetensors, or a .gguf file, into {Hugging Face name: tensor}.
 
-    "lm_head.weight" is always there; where the head is tied, or the file has no head, it is the
-    embedding itself. Raises ValueError for a missing, surplus or misshapen tensor and for a file
-    that is cut short, naming it, before any value is read.
+    The result always has "lm_head.weight"; a tied head is the embedding itself, in the same memory.
+    Raises ValueError, naming it, for a file that cannot be read or is not whole, for a tensor that
+    is missing, surplus or has the wrong shape, and for a head that contradicts the config.
     """
     stored = list_gguf(path, config) if path.suffix == ".gguf" else list_safetensors(path)
     head = stored.pop("lm_head.weight", None)
@@ -93,12 +92,17 @@ def load_weights(
     if head is not None:
         shape = (config.vocab_size, config.hidden_size)
         check_shapes({"lm_head.weight": head}, {"lm_head.weight": shape})
+    elif not config.tied_head:
+        raise ValueError("tensor lm_head.weight is missing, and tie_word_embeddings is not true")
     weights = {name: tensor.read().to(device, dtype) for name, tensor in stored.items()}
     embedding = weights["model.embed_tokens.weight"]
-    if config.tied_head or head is None:
+    weights["lm_head.weight"] = embedding if head is None else head.read().to(device, dtype)
+    if config.tied_head and head is not None:
+        if not torch.equal(weights["lm_head.weight"], embedding):
+            raise ValueError(
+                "tensor lm_head.weight differs from the embedding, but tie_word_embeddings is true"
+            )
         weights["lm_head.weight"] = embedding
-    else:
-        weights["lm_head.weight"] = head.read().to(device, dtype)
     return weights
 
 
@@ -120,37 +124,35 @@ def check_shapes(stored: dict[str, StoredTensor], expected: dict[str, tuple[int,
 
 
 def list_safetensors(folder: Path) -> dict[str, StoredTensor]:
-    """The tensors of model.safetensors, or of the shards that its index.json names."""
+    """The tensors of model.safetensors, or of the shards in model.safetensors.index.json."""
     from safetensors import SafetensorError, safe_open
 
     index = folder / "model.safetensors.index.json"
     if (folder / "model.safetensors").exists():
         files = [folder / "model.safetensors"]
     elif index.exists():
-        try:
-            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise ValueError(f"{index} is not valid: it names no weight's file") from None
-        files = [folder / name for name in sorted(names)]
+        names = read_json(index).get("weight_map")
+        if not isinstance(names, dict) or not all(isinstance(n, str) for n in names.values()):
+            raise ValueError(f"{index} is not valid: weight_map names no files")
+        files = [folder / name for name in sorted(set(names.values()))]
     else:
         raise ValueError(f"{folder} has no weights: no model.safetensors, no {index.name}")
     stored = {}
     for file in files:
-        if not file.exists():
-            raise ValueError(f"{file} is missing, and {index.name} names it")
+        check_readable(file)
         try:
             shard = safe_open(file, framework="pt")
         except SafetensorError as error:
             raise ValueError(f"{file} is not a whole safetensors file: {error}") from None
         for name in shard.keys():  # a safetensors file is no dict
-            if name.endswith("rotary_emb.inv_freq"):  # a constant that old Llama files carry
+            if name.endswith("rotary_emb.inv_freq"):  # a constant in old Llama files
                 continue
             view = shard.get_slice(name)
             if view.get_dtype() not in FLOATS:
                 raise UnsupportedModel(
                     f"tensor {name} is stored as {view.get_dtype()}; supported: {', '.join(FLOATS)}"
                 )
-            # bound as defaults: a closure would see only the loop's last shard and name
+            # Defaults bind shard and name now; a closure would use those of the last iteration.
             stored[name] = StoredTensor(
                 tuple(view.get_shape()), lambda shard=shard, name=name: shard.get_tensor(name)
             )
@@ -166,7 +168,7 @@ def list_gguf(path: Path, config: ModelConfig) -> dict[str, StoredTensor]:
 
     stored = {}
     for tensor in open_gguf(path).tensors:
-        if tensor.name == "rope_freqs.weight":  # the config has read it
+        if tensor.name == "rope_freqs.weight":  # gguf_config reads it
             continue
         kind = tensor.tensor_type.name
         if kind not in FLOATS and not hasattr(quants, kind):
@@ -177,7 +179,7 @@ def list_gguf(path: Path, config: ModelConfig) -> dict[str, StoredTensor]:
             heads = {"attn_q": config.n_q, "attn_k": config.n_kv}.get(tensor.name.split(".")[-2])
             return unpermute(values, heads) if heads and config.family == "llama" else values
 
-        # GGUF counts dimensions from the innermost outwards
+        # GGUF lists dimensions from the innermost to the outermost.
         stored[hf_name(tensor.name)] = StoredTensor(tuple(map(int, tensor.shape[::-1])), read)
     return stored
 
@@ -185,7 +187,7 @@ def list_gguf(path: Path, config: ModelConfig) -> dict[str, StoredTensor]:
 def hf_name(gguf_name: str) -> str:
     """The Hugging Face name of a GGUF tensor: blk.3.attn_q.weight is a q_proj of model.layers.3.
 
-    A name that no table knows comes back unchanged, to be refused as surplus.
+    A name with an unknown part comes back unchanged; check_shapes then refuses it as surplus.
     """
     layer, part, kind = re.match(r"(?:blk\.(\d+)\.)?(\w*)\.?(.*)", gguf_name).groups()
     if part not in GGUF_NAMES or kind not in ("weight", "bias"):
@@ -218,8 +220,8 @@ def dequantize_q4_1(blocks: torch.Tensor) -> torch.Tensor:
 def unpermute(weight: torch.Tensor, n_heads: int) -> torch.Tensor:
     """Undo GGUF's order of a Llama's q or k rows: [n_heads * head_dim, ...], same shape out.
 
-    GGUF keeps the two rows that RoPE rotates together side by side; the Hugging Face layout keeps
-    them half a head apart (rows i and i + head_dim / 2).
+    RoPE rotates rows in pairs. GGUF stores the two rows of a pair side by side; the Hugging Face
+    layout stores them half a head apart (rows i and i + head_dim / 2).
     """
     pairs = weight.unflatten(0, (n_heads, -1, 2))  # [n_heads, head_dim / 2, 2, ...]
     return pairs.transpose(1, 2).flatten(0, 2)

@@ -2,9 +2,11 @@
 
 from dataclasses import dataclass, replace
 from functools import cache
+from random import Random
 
 import torch
 
+from nanoserve.kernels.dispatch import launch
 from nanoserve.kernels.reference import paged_attention_reference, tolerance
 
 
@@ -173,3 +175,69 @@ def assert_expected(out: torch.Tensor, case: AttentionCase) -> None:
     assert (out.shape, out.dtype) == (expected(case).shape, case.dtype)
     atol, rtol = tolerance(case.dtype)
     torch.testing.assert_close(out.cpu(), expected(case), atol=atol, rtol=rtol)
+
+
+def laid_out(random: Random, x: torch.Tensor, other: float, unit_last: bool = True) -> torch.Tensor:
+    """A view with x's shape and dtype, in a layout that `random` draws: its dimensions in any
+    order in memory, behind an offset, with gaps that hold `other`, and one of them perhaps expanded
+    (then x's first element along it counts). With unit_last the last dimension keeps stride 1.
+    """
+    dims = list(range(x.dim()))
+    order = random.sample(dims, len(dims))
+    steps = [random.choice((1, 1, 2, 3)) for _ in dims]
+    starts = [random.choice((0, 0, 1, 2)) for _ in dims]
+    if unit_last:
+        order = [dim for dim in order if dim != dims[-1]] + dims[-1:]
+        steps[-1] = 1
+    sizes = [starts[dim] + x.shape[dim] * steps[dim] for dim in order]
+    memory = torch.full(sizes, other, dtype=x.dtype).permute([order.index(dim) for dim in dims])
+    view = memory[tuple(slice(starts[dim], None, steps[dim]) for dim in dims)]
+    view.copy_(x)
+    expanded = random.choice([None, None, *(dims[:-1] if unit_last else dims)])
+    return view if expanded is None else view.narrow(expanded, 0, 1).expand_as(x)
+
+
+def call_laid_out(random: Random, dtype: torch.dtype = torch.float32) -> tuple:
+    """(q, k_pool, v_pool, slot_mapping, n_rep) of a small call, each in a layout of its own."""
+    n_kv, n_rep, head_dim = random.randint(1, 3), random.randint(1, 3), random.choice((8, 14, 16))
+    query_len = random.randint(1, 4)
+    kv_len = query_len + random.choice((0, 1, 30))
+    numbers = torch.Generator().manual_seed(random.getrandbits(32))
+    num_slots = kv_len + 3
+    q = torch.randn(1, n_kv * n_rep, query_len, head_dim, generator=numbers).to(dtype)
+    pools = torch.randn(2, num_slots, n_kv, head_dim, generator=numbers).to(dtype)
+    pools[:, -1] = torch.nan  # the slot that gaps in the mapping name
+    slots = torch.randperm(num_slots - 1, generator=numbers)[:kv_len]
+    if random.random() < 0.3:
+        slots = slots.flip(0)
+    slots = slots.to(random.choice((torch.int32, torch.int64)))
+    tensors = [laid_out(random, x, torch.nan) for x in (q, *pools)]
+    for pool in tensors[1:]:  # an expanded pool repeats its first slot
+        assert not pool[slots.long()].isnan().any()
+    return *tensors, laid_out(random, slots, num_slots - 1, unit_last=False), n_rep
+
+
+def compact(tensors: tuple) -> tuple:
+    """The same arguments as contiguous copies, the slot mapping as int64."""
+    q, k_pool, v_pool, slots, n_rep = tensors
+    q, k_pool, v_pool, slots = (
+        x.clone(memory_format=torch.contiguous_format) for x in (q, k_pool, v_pool, slots.long())
+    )
+    return q, k_pool, v_pool, slots, n_rep
+
+
+def with_out_laid_out(kernel: object, random: Random, tensors: tuple) -> torch.Tensor:
+    """Run the kernel as `launch` does, but into an output in a layout that `random` draws."""
+    given = {}
+
+    class Recorder:
+        def __getitem__(self, grid):
+            return lambda *args, **meta: given.update(grid=grid, args=args, meta=meta)
+
+    out = launch(Recorder(), *tensors, tile=16)
+    views = [laid_out(random, torch.zeros_like(out), 7.0) for _ in range(9)]
+    out = next((x for x in views if 0 not in x.stride()), out)  # two programs, one address: no
+    args = list(given["args"])
+    args[4], args[14:16] = out, out.stride()[1:3]
+    kernel[given["grid"]](*args, **given["meta"])
+    return out

@@ -80,12 +80,6 @@ def reference_logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
         return model(ids, use_cache=False).logits
 
 
-def apart(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """The largest difference of two sets of logits, as a share of the largest logit."""
-    assert ours.shape == theirs.shape
-    return float((ours - theirs).abs().max() / theirs.abs().max())
-
-
 def llama_cpp_permute(weight: np.ndarray, n_heads: int) -> np.ndarray:
     """What llama.cpp's converter does to a Llama's q and k (convert_hf_to_gguf.py, permute)."""
     return (
@@ -154,6 +148,8 @@ def write_gguf(
     pre: str = "smollm",
     tokenizer: str = "gpt2",
     quantised: dict[str, tuple[np.ndarray, "gguf.GGMLQuantizationType"]] | None = None,
+    uint32: dict[str, int] | None = None,
+    replaced: dict[str, Any] | None = None,
     **metadata: Any,
 ) -> Path:
     """Write a transformers model as a GGUF file, with gguf's own writer."""
@@ -181,8 +177,17 @@ def write_gguf(
     writer.add_eos_token_id(1)
     writer.add_add_bos_token(False)
     writer.add_chat_template(CHAT_TEMPLATE)
-    for key, value in metadata.items():
-        getattr(writer, f"add_{key}")(value)
+    for key, value in metadata.items():  # None takes a key away
+        if value is not None:
+            getattr(writer, f"add_{key}")(value)
+        else:
+            writer.kv_data[0].pop(f"tokenizer.ggml.{key}")
+    for key, value in (uint32 or {}).items():
+        writer.add_uint32(key, value)
+    for key, value in (replaced or {}).items():
+        writer.kv_data[0].pop(key, None)
+        kinds = {list: writer.add_array, str: writer.add_string, int: writer.add_int32}
+        kinds[type(value)](key, value)
     for name, value in (gguf_tensors(model) if tensors is None else tensors).items():
         writer.add_tensor(name, np.ascontiguousarray(value))
     for name, (data, kind) in (quantised or {}).items():

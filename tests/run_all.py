@@ -1,6 +1,12 @@
-"""Everything CI runs, in order, each step with its time, and one count at the end (`make test`)."""
+"""Everything CI runs, in order, each step with its time, and one count at the end (`make test`).
+
+`python tests/run_all.py machines` runs the notebooks as on other processors (`make test-machines`);
+`python tests/run_all.py versions` runs the tests that depend on the versions of other packages
+(`make test-oldest`, `make test-newest`).
+"""
 
 import os
+import platform
 import subprocess
 import sys
 import tempfile
@@ -13,27 +19,81 @@ ROOT = Path(__file__).resolve().parent.parent
 CODE = "nanoserve tests notebooks diagrams"
 ALONE = "tests/browser tests/course/test_standalone.py"  # these start programs of their own
 BUT_ALONE = " ".join(f"--ignore={path}" for path in ALONE.split())
-INTERPRETED = "pytest -q -n 2 -p no:nbval tests/interpreted"
+PYTEST = "pytest -q -n 2 -p no:nbval --dist worksteal"
+NBVAL = "pytest -q -n 2 --dist loadfile --nbval --nbval-current-env"
 
-STEPS = {  # each is run as `python -m ...`, in the environment that stands before it
-    "the model": "nanoserve fetch",
-    "ruff: rules": f"ruff check {CODE}",
-    "ruff: format": f"ruff format --check {CODE}",
-    "twins, lands cells and notebooks in step": "nanoserve.course.sync --check",
-    "unit tests": f"pytest -q -n 2 --dist worksteal tests {BUT_ALONE}",
-    "kernels under Triton's interpreter": f"TRITON_INTERPRET=1 {INTERPRETED}",
-    "notebooks, all output": "pytest -q -n 2 --dist loadfile --nbval --nbval-current-env notebooks",
-    "a browser; a notebook alone": f"pytest -q -n 2 --dist loadfile {ALONE}",
+# PyTorch chooses its loops by processor, and so do Intel's MKL and oneDNN, which compute its matrix
+# products: each adds in another order. MKL_ENABLE_INSTRUCTIONS works on Intel's processors only,
+# MKL_CBWR on all.
+PLAIN = "ATEN_CPU_CAPABILITY=default OMP_NUM_THREADS=1"
+OLD = f"{PLAIN} MKL_CBWR=COMPATIBLE MKL_ENABLE_INSTRUCTIONS=SSE4_2 ONEDNN_MAX_CPU_ISA=SSE41"
+AVX2 = (
+    "ATEN_CPU_CAPABILITY=avx2 OMP_NUM_THREADS=1"
+    " MKL_CBWR=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2"
+)
+
+
+def notebooks(*days: int) -> str:
+    """The notebooks of these days, as arguments of pytest."""
+    found = [path for day in days for path in sorted(ROOT.glob(f"notebooks/day{day:02}_*.ipynb"))]
+    return " ".join(path.relative_to(ROOT).as_posix() for path in found)
+
+
+NUMERICAL = notebooks(4, 5, 6, 7, 8, 9, 11, 18, 22, 25)  # days that compare with an oracle
+KERNELS = notebooks(*range(18, 27))
+
+MODEL = {"the model": "nanoserve fetch"}
+UNITS = {"unit tests": f"{PYTEST} tests {BUT_ALONE}"}
+INTERPRETED = {
+    "kernels under Triton's interpreter": f"TRITON_INTERPRET=1 {PYTEST} tests/interpreted"
 }
+NOTEBOOKS = {"notebooks, all output": f"{NBVAL} notebooks"}
+RUNS = {  # each step is run as `python -m ...`, in the environment that stands before it
+    "all": MODEL
+    | {
+        "ruff: rules": f"ruff check {CODE}",
+        "ruff: format": f"ruff format --check {CODE}",
+        "twins, lands cells and notebooks in step": "nanoserve.course.sync --check",
+    }
+    | UNITS
+    | INTERPRETED
+    | NOTEBOOKS
+    | {
+        "notebooks that compare numbers, on plain instructions": f"{PLAIN} {NBVAL} {NUMERICAL}",
+        "a browser; a notebook alone": f"pytest -q -n 2 --dist loadfile {ALONE}",
+    },
+    "machines": MODEL
+    | {
+        "notebooks as on an old processor": f"{OLD} {NBVAL} notebooks",
+        "notebooks as on a processor with AVX2": f"{AVX2} {NBVAL} notebooks",
+        "kernel days with the reference": f"NANOSERVE_BACKEND=reference {NBVAL} {KERNELS}",
+        "kernel days under Triton's interpreter": f"TRITON_INTERPRET=1 {NBVAL} {KERNELS}",
+    },
+    "versions": MODEL | UNITS | INTERPRETED | NOTEBOOKS,
+}
+NO_TRITON = find_spec("triton") is None  # it is made for Linux alone
+NO_AVX = platform.machine().lower() not in ("x86_64", "amd64")
 
-if find_spec("triton") is None:  # it is made for Linux alone
-    del STEPS["kernels under Triton's interpreter"]
+
+def left_out(command: str) -> str | None:
+    """Why a step cannot run on this machine, or None."""
+    if NO_TRITON and "TRITON_INTERPRET" in command:
+        return "there is no Triton here"
+    if NO_AVX and AVX2 in command:
+        return f"{platform.machine()} has no AVX2"
+    return None
 
 
-def main() -> int:
+def main(which: str = "all") -> int:
+    if which not in RUNS:
+        print(f"usage: python tests/run_all.py [{' | '.join(RUNS)}]", file=sys.stderr)
+        return 2
     total = dict.fromkeys(("passed", "failed", "skipped"), 0)
     start = time.monotonic()
-    for what, command in STEPS.items():
+    for what, command in RUNS[which].items():
+        if reason := left_out(command):
+            print(f"\n== {what}: not run, {reason}", flush=True)
+            continue
         for outcome, number in run(what, command.split()).items():
             total[outcome] += number
     print(f"\nall of it: {time.monotonic() - start:.0f} s")
@@ -55,7 +115,7 @@ def run(what: str, command: list[str]) -> dict[str, int]:
         code = subprocess.run(
             [sys.executable, "-m", *command],
             cwd=ROOT,
-            env={**os.environ, "PYTHONUNBUFFERED": "1", **settings},
+            env={**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONUTF8": "1", **settings},
             stdin=subprocess.DEVNULL,
         ).returncode
         counts = {"failed": 0, "skipped": 0, "passed": 0}
@@ -83,4 +143,4 @@ def count(report: Path) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*sys.argv[1:2]))

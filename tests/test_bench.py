@@ -222,17 +222,11 @@ def test_the_bytes_of_a_step_are_counted_for_every_kind(kind, tmp_path):
 FOUR_LAYERS = parse_config(SHAPES | {"model_type": "llama", "num_hidden_layers": 4})
 
 
-@pytest.fixture(autouse=True)
-def the_oracle_behind_the_read(monkeypatch):
-    """What Day 20 measured, and equal to the last bit; the kernel's own benchmark is the runner."""
-    monkeypatch.setenv("NANOSERVE_BACKEND", "reference")
-
-
 @pytest.fixture
 def reads(monkeypatch) -> tuple[ScriptedClock, list[tuple[str, int]]]:
     """A clock that only the reads move, by scripted seconds, and a log of (path, layer)."""
     clock, log = ScriptedClock(), []
-    append, fused = PagedKVCache.append, PagedKVCache.paged_attention
+    append, fused = PagedKVCache.append, attention.attend_in_place
     slow = iter([100, 50, 50, 4, 6, 80])  # the check, two warm-ups, then what is timed
     quick = iter([200, 70, 70, 3, 1, 2])
 
@@ -248,7 +242,7 @@ def reads(monkeypatch) -> tuple[ScriptedClock, list[tuple[str, int]]]:
         return fused(cache, layer, *args)
 
     monkeypatch.setattr(PagedKVCache, "append", scripted_append)
-    monkeypatch.setattr(PagedKVCache, "paged_attention", scripted_fused)
+    monkeypatch.setattr(attention, "attend_in_place", scripted_fused)
     return clock, log
 
 
@@ -298,10 +292,21 @@ def without_writing(cache, layer, k, v, q, n_rep):
 @pytest.mark.parametrize("broken", [wrong_sum, wrong_order, without_writing])
 def test_a_read_that_is_wrong_is_never_timed(broken, monkeypatch):
     clock = ScriptedClock()
-    monkeypatch.setattr(PagedKVCache, "paged_attention", broken)
+    monkeypatch.setattr(attention, "attend_in_place", broken)
     with pytest.raises(WrongAnswer, match="gather and fused differ at 37 tokens"):
         attention_benchmark(FOUR_LAYERS, [37, 64], clock=clock)
     assert clock.readings == 0
+
+
+def test_the_two_code_paths_run_the_same_overhead(monkeypatch):
+    """Neither goes through the dispatcher: its checks would be timed in one of the two only."""
+
+    def dispatched(*args, **kwargs):
+        raise AssertionError("the benchmark called the dispatcher")
+
+    monkeypatch.setattr("nanoserve.cache.paged_attention_dispatch", dispatched)
+    monkeypatch.setattr("nanoserve.kernels.dispatch.check_attention", dispatched)
+    assert len(attention_benchmark(FOUR_LAYERS, [5], rounds=1)) == 2
 
 
 @pytest.mark.parametrize("kv_len", [1, 2, 16, 17, 100])
@@ -406,6 +411,6 @@ def test_bench_read_refuses_a_bad_option_in_one_line(args, bench_read):
 
 
 def test_bench_read_says_in_one_line_that_a_read_was_wrong(bench_read, monkeypatch):
-    monkeypatch.setattr(PagedKVCache, "paged_attention", wrong_order)
+    monkeypatch.setattr(attention, "attend_in_place", wrong_order)
     code, _, err = bench_read("--kv-len", "20")
     assert (code, err) == (2, "nanoserve: gather and fused differ at 20 tokens\n")

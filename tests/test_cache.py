@@ -25,6 +25,7 @@ from nanoserve.kernels.dispatch import paged_attention_dispatch, select_backend,
 from nanoserve.kernels.reference import ATOL, RTOL, paged_attention_reference
 from nanoserve.layers import sdpa
 from nanoserve.model import load_model
+from tests.bounds import assert_near
 from tests.checkpoints import SHAPES, random_model, save
 
 CONFIG = parse_config(SHAPES | {"model_type": "llama"})  # 2 layers, 2 KV heads, head_dim 8
@@ -336,6 +337,29 @@ def test_what_is_released_is_poisoned_and_its_neighbours_are_not():
     assert torch.equal(pool.k[:, second.slot_mapping], kept)
 
 
+@pytest.mark.parametrize("way", ["table", "allocator"])
+def test_a_pool_with_poison_takes_no_block_back_with_its_content(way):
+    """So that nothing goes past release: a later stale read would go unnoticed."""
+    pool = small_pool()
+    cache = PagedKVCache(pool)
+    step(cache, *both_layers(6, seed=1))
+    blocks, last = list(cache.table.blocks), cache.table.blocks[-1]
+    with pytest.raises(ValueError, match=f"block {last} is not poisoned: give it back by release"):
+        cache.table.free() if way == "table" else pool.allocator.free(last)
+    assert (cache.table.blocks, pool.allocator.num_free) == (blocks, 4)
+    cache.free()
+    assert pool.allocator.num_free == 6
+    for block in (0, 6, -1, "0"):  # what the allocator itself refuses
+        with pytest.raises(ValueError, match=r"is free already|is none of the pool's"):
+            pool.allocator.free(block)
+
+
+def test_a_block_that_was_never_written_may_be_given_back_in_any_way():
+    pool = small_pool()
+    pool.allocator.free(pool.allocator.allocate())
+    assert pool.allocator.num_free == 6
+
+
 def test_without_poison_a_release_writes_nothing():
     pool = small_pool(poison=False)
     cache = PagedKVCache(pool)
@@ -619,7 +643,7 @@ def test_pinned_a_two_layer_models_paged_logits_are_the_naive_ones(tmp_path):
     naive, paged = NaiveKVCache(model.config), PagedKVCache(KVPool(model.config, 8, 4, poison=True))
     for ids in ([5, 9, 33, 2, 71], [8], [60], [4, 4, 90], [1]):
         ours, theirs = (next_logits(model, ids, cache) for cache in (paged, naive))
-        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+        assert_near(ours, theirs)
 
 
 def test_pinned_scatter_and_gather_still_change_no_bit():

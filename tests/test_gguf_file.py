@@ -5,15 +5,17 @@ import os
 import gguf
 import numpy as np
 import pytest
+import tokenizers
 import torch
+import transformers
 
 from nanoserve.config import UnsupportedModel, load_config
 from nanoserve.gguf_file import BadGGUF, gguf_tokenizer, open_gguf
 from nanoserve.model import load_model
 from nanoserve.tokenizer import load_tokenizer
+from tests.bounds import apart
 from tests.checkpoints import (
     LLAMA3_GGUF,
-    apart,
     gguf_tensors,
     random_model,
     reference_logits,
@@ -55,8 +57,8 @@ def test_an_unsupported_architecture_is_refused_by_name(arch, tmp_path):
 @pytest.mark.parametrize(
     ("metadata", "said"),
     [
-        ({"rope_scaling_type": gguf.RopeScalingType.YARN}, "RoPE type 'yarn'"),
-        ({"rope_scaling_type": gguf.RopeScalingType.LINEAR}, "RoPE type 'linear'"),
+        ({"rope_scaling_type": gguf.RopeScalingType.YARN}, "rope_type 'yarn'"),
+        ({"rope_scaling_type": gguf.RopeScalingType.LINEAR}, "rope_type 'linear'"),
         ({"sliding_window": 16}, "sliding_window 16"),
     ],
 )
@@ -105,7 +107,7 @@ def test_another_file_is_no_gguf(tmp_path):
     path.write_bytes(b"PK\x03\x04" + bytes(4096))
     with pytest.raises(BadGGUF, match=r"m\.gguf is not a whole GGUF file"):
         load_config(path)
-    with pytest.raises(BadGGUF, match=r"no\.gguf is not a file"):
+    with pytest.raises(ValueError, match=r"no\.gguf is missing"):
         load_config(tmp_path / "no.gguf")
 
 
@@ -138,6 +140,70 @@ def test_a_gguf_that_asks_for_bos_gets_it_in_front_of_plain_text(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("splitter", "metadata", "prefix"),
+    [
+        ("llama-bpe", None, [0]),  # llama.cpp's default for this splitter
+        ("llama-bpe", False, []),
+        ("smollm", None, []),
+        ("gpt-2", None, []),
+        ("qwen2", None, []),
+        ("qwen2", True, [0]),
+    ],
+)
+def test_a_gguf_that_does_not_say_whether_bos_is_put_has_its_splitters_default(
+    splitter, metadata, prefix, tmp_path
+):
+    path = write_gguf(random_model(), tmp_path / "m.gguf", pre=splitter, add_bos_token=metadata)
+    text, config = gguf_tokenizer(path)
+    assert load_tokenizer(path).prefix_ids == prefix
+    # the converted folder's own tokenizer puts it too
+    theirs = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer.from_str(text), bos_token=config["bos_token"]
+    )
+    assert theirs("hello")["input_ids"] == prefix + load_tokenizer(path).encode("hello")
+
+
+@pytest.mark.parametrize(
+    ("ids", "expected"),
+    [
+        ({"eot": 2}, (1, 2)),
+        ({"eot": 1}, (1,)),
+        ({"eot": 2, "eom": 3}, (1, 2, 3)),
+        ({}, (1,)),
+    ],
+)
+def test_end_of_turn_and_end_of_message_end_a_generation_too(ids, expected, tmp_path):
+    metadata = {f"{role}_token_id": i for role, i in ids.items() if role == "eot"}
+    keys = {f"tokenizer.ggml.{role}_token_id": i for role, i in ids.items() if role == "eom"}
+    path = write_gguf(random_model(), tmp_path / "m.gguf", uint32=keys, **metadata)
+    assert load_config(path).eos_ids == expected
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("llama.attention.head_count", [6, 6], "attention.head_count must be a number"),
+        ("llama.attention.layer_norm_rms_epsilon", "x", "rms_epsilon must be a number, got 'x'"),
+        ("llama.rope.freq_base", "x", "rope.freq_base must be a number, got 'x'"),
+        ("llama.feed_forward_length", [80, 80], "intermediate_size must be a positive integer"),
+        ("tokenizer.ggml.eos_token_id", 10**6, "eos_token_id must be token ids from 0 to 96"),
+        ("tokenizer.ggml.eot_token_id", -1, "eos_token_id must be token ids from 0 to 96"),
+    ],
+)
+def test_a_value_in_the_metadata_that_is_wrong_is_one_line(key, value, said, tmp_path):
+    path = write_gguf(random_model(), tmp_path / "m.gguf", replaced={key: value})
+    with pytest.raises(ValueError, match=rf"m\.gguf: .*{said}") as caught:
+        load_config(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_special_token_outside_the_vocabulary_is_named(tmp_path):
+    path = write_gguf(random_model(), tmp_path / "m.gguf", bos_token_id=10**6)
+    with pytest.raises(ValueError, match="bos_token_id 1000000 is outside the vocabulary of"):
+        load_tokenizer(path)
+
+
+@pytest.mark.parametrize(
     ("splitter", "text", "pieces"),
     [
         ("smollm", "a 123", ["a", "Ġ", "1", "2", "3"]),
@@ -147,8 +213,6 @@ def test_a_gguf_that_asks_for_bos_gets_it_in_front_of_plain_text(tmp_path):
     ],
 )
 def test_each_splitter_cuts_digits_its_own_way(splitter, text, pieces, tmp_path):
-    import tokenizers
-
     path = write_gguf(random_model(), tmp_path / "m.gguf", pre=splitter)
     full = tokenizers.Tokenizer.from_str(gguf_tokenizer(path)[0])
     assert [piece for piece, _ in full.pre_tokenizer.pre_tokenize_str(text)] == pieces

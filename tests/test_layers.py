@@ -8,12 +8,14 @@ import torch.nn.functional as F
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
+from nanoserve import layers
 from nanoserve.config import parse_config
 from nanoserve.layers import (
     QUERY_TILE,
     apply_rope,
     block,
     gqa_attention,
+    linear,
     rms_norm,
     rope_frequencies,
     rope_tables,
@@ -21,6 +23,7 @@ from nanoserve.layers import (
     sdpa,
     swiglu,
 )
+from tests.bounds import assert_near
 from tests.checkpoints import KINDS, LLAMA3, SHAPES, random_model
 
 
@@ -33,13 +36,52 @@ def config_of(family: str = "llama", **changes):
     return parse_config(SHAPES | {"model_type": family} | changes)
 
 
+# products
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("shape", [(1, 1, 36), (36,), (1, 36), (2, 3, 36)])
+@pytest.mark.parametrize("products", [False, True])
+def test_linear_is_the_same_sum_on_every_processor(shape, dtype, with_bias, products, monkeypatch):
+    """Within the rounding of the result, and of a sum of 36 products in float32."""
+    monkeypatch.setattr(layers, "_bfloat16_products", lambda: products)
+    x, weight = torch.randn(shape).to(dtype), torch.randn(20, 36).to(dtype)
+    bias = torch.randn(20).to(dtype) if with_bias else None
+    out = linear(x, weight, bias)
+    assert (out.shape, out.dtype) == ((*shape[:-1], 20), dtype)
+    wide = x.double() @ weight.double().T
+    exact = wide if bias is None else wide + bias.double()
+    size = x.double().abs() @ weight.double().abs().T  # what rounding is relative to
+    unit = torch.finfo(dtype).eps * exact.abs() + torch.finfo(dtype).eps * wide.abs()
+    assert ((out.double() - exact).abs() <= unit + 36 * torch.finfo(torch.float32).eps * size).all()
+
+
+@pytest.mark.parametrize("products", [False, True])
+def test_a_row_of_bfloat16_goes_to_the_routine_that_suits_the_processor(products, monkeypatch):
+    called = []
+    monkeypatch.setattr(layers, "_bfloat16_products", lambda: products)
+    mv = torch.mv
+    monkeypatch.setattr(torch, "mv", lambda *args: called.append("mv") or mv(*args))
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        called.clear()
+        linear(torch.ones(1, 1, 4).to(dtype), torch.ones(3, 4).to(dtype))
+        assert called == ([] if products and dtype == torch.bfloat16 else ["mv"])
+
+
+def test_the_processor_is_asked_once_and_may_be_one_that_torch_cannot_describe(monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", None, raising=False)
+    assert layers._bfloat16_products.__wrapped__() is False
+    assert layers._bfloat16_products() in (False, True)
+
+
 # norm and MLP
 
 
 def test_rms_norm_is_the_formula():
     x, weight = torch.randn(2, 5, 12), torch.randn(12)
     expected = x / (x.pow(2).mean(-1, keepdim=True) + 0.1).sqrt() * weight
-    torch.testing.assert_close(rms_norm(x, weight, 0.1), expected, atol=1e-6, rtol=1e-5)
+    assert_near(rms_norm(x, weight, 0.1), expected)
 
 
 def test_rms_norm_takes_the_mean_in_float32():
@@ -64,7 +106,7 @@ def test_swiglu_is_the_formula_and_tells_gate_from_up():
     before = x.clone()
     h = x @ gate.T
     expected = (h / (1 + torch.exp(-h)) * (x @ up.T)) @ down.T
-    torch.testing.assert_close(swiglu(x, gate, up, down), expected, atol=1e-5, rtol=1e-5)
+    assert_near(swiglu(x, gate, up, down), expected)
     assert (swiglu(x, up, gate, down) - expected).abs().max() > 0.1
     assert torch.equal(x, before)
 
@@ -85,7 +127,7 @@ def test_rope_is_a_complex_rotation_of_each_pair():
     angles = torch.arange(5)[:, None] * 10_000.0 ** (-torch.arange(4) / 4)
     turned = pairs * torch.polar(torch.ones_like(angles), angles)
     expected = torch.cat([turned.real, turned.imag], -1)
-    torch.testing.assert_close(apply_rope(x, cos, sin), expected, atol=1e-5, rtol=1e-5)
+    assert_near(apply_rope(x, cos, sin), expected)
 
 
 def test_rope_makes_a_score_depend_on_the_distance_alone():
@@ -137,13 +179,14 @@ def test_angles_far_out_are_exact_whatever_the_models_dtype(position):
     assert (cos.dtype, cos.shape) == (torch.float32, (16_384, 64))
     angles = position * 10_000.0 ** (-torch.arange(32, dtype=torch.float64) / 32)
     expected = torch.cat([angles, angles])
-    torch.testing.assert_close(cos[position].double(), expected.cos(), atol=2e-3, rtol=0)
-    torch.testing.assert_close(sin[position].double(), expected.sin(), atol=2e-3, rtol=0)
+    rounding = position * torch.finfo(torch.float32).eps  # of the largest angle, in float32
+    torch.testing.assert_close(cos[position].double(), expected.cos(), atol=rounding, rtol=0)
+    torch.testing.assert_close(sin[position].double(), expected.sin(), atol=rounding, rtol=0)
     x = torch.randn(64)
     exact = x.double() * expected.cos() + rotate_half(x.double()) * expected.sin()
     turned = apply_rope(x.bfloat16(), cos[position], sin[position])
     assert turned.dtype == torch.bfloat16
-    torch.testing.assert_close(turned.double(), exact, atol=0.03, rtol=0.01)
+    assert_near(turned, exact, units=4)
 
 
 # attention
@@ -167,7 +210,7 @@ def test_attention_equals_torchs_own_at_every_length(query_len, kv_len, n_q, n_k
     k, v = torch.randn(2, 2, n_kv, kv_len, 8)
     ours = sdpa(q, k, v)
     assert ours.shape == q.shape
-    torch.testing.assert_close(ours, torch_sdpa(q, k, v), atol=1e-5, rtol=1e-4)
+    assert_near(ours, torch_sdpa(q, k, v))
 
 
 @pytest.mark.parametrize("query_len", [1, 5, QUERY_TILE, QUERY_TILE + 1])
@@ -177,7 +220,7 @@ def test_attention_in_bfloat16_comes_near_that_of_the_same_numbers_in_float32(qu
     ours = sdpa(q, k, v)
     assert ours.dtype == torch.bfloat16
     expected = torch_sdpa(q.float(), k.float(), v.float())
-    torch.testing.assert_close(ours.float(), expected, atol=0.03, rtol=0.02)
+    assert_near(ours, expected, units=4)
 
 
 def test_a_single_query_rounds_no_score_or_weight_to_16_bits():
@@ -190,7 +233,7 @@ def test_a_single_query_rounds_no_score_or_weight_to_16_bits():
 def test_a_scale_of_ones_own(scale):
     q, k, v = torch.randn(1, 6, 5, 8), torch.randn(1, 2, 7, 8), torch.randn(1, 2, 7, 8)
     expected = torch_sdpa(q, k, v, scale)
-    torch.testing.assert_close(sdpa(q, k, v, scale), expected, atol=1e-5, rtol=1e-4)
+    assert_near(sdpa(q, k, v, scale), expected)
     assert (sdpa(q, k, v) - expected).abs().max() > 0.01
 
 
@@ -224,7 +267,7 @@ def test_a_tile_never_touches_keys_after_its_last_query():
 def test_large_scores_do_not_overflow_in_half_precision():
     q, k = (torch.full((1, 2, 3, 8), 30.0, dtype=torch.float16) for _ in range(2))
     v = torch.randn(1, 2, 3, 8).half()
-    torch.testing.assert_close(sdpa(q, k, v)[:, :, 2], v.float().mean(2).half(), atol=2e-3, rtol=0)
+    assert_near(sdpa(q, k, v)[:, :, 2], v.float().mean(2), units=4)
 
 
 def test_each_query_head_reads_its_groups_kv_head():
@@ -262,7 +305,7 @@ def test_a_layer_equals_that_of_transformers(kind, part):
     ours = gqa_attention if part == "attention" else block
     theirs = their_layer(model, x, part)
     result = ours(x, layer_of(model, 1), *rope_tables(config, 5), config)
-    torch.testing.assert_close(result, theirs, atol=1e-5 * float(theirs.abs().max()), rtol=1e-5)
+    assert_near(result, theirs)
 
 
 @pytest.mark.parametrize(
@@ -318,4 +361,4 @@ def test_attention_in_float64_keeps_its_digits(query_len):
     expected = scores.masked_fill(future, -torch.inf).softmax(-1) @ whole[1]
     out = sdpa(q, k, v)
     assert out.dtype == torch.float64
-    torch.testing.assert_close(out, expected, atol=1e-13, rtol=0)
+    assert_near(out, expected)

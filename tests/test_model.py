@@ -13,7 +13,8 @@ from nanoserve.config import load_config
 from nanoserve.fetch import fetch
 from nanoserve.model import Model, join_qkv, load_model
 from nanoserve.weights import load_weights
-from tests.checkpoints import KINDS, LLAMA3, apart, edit_json, random_model, reference_logits, save
+from tests.bounds import apart, assert_near
+from tests.checkpoints import KINDS, LLAMA3, edit_json, random_model, reference_logits, save
 
 REFERENCE = json.loads((Path(__file__).parent / "data/smollm2_reference.json").read_text())
 # Logits may differ by this share of the largest logit.
@@ -95,8 +96,8 @@ def test_load_model_joins_q_k_and_v(dtype, tmp_path):
 def test_joined_weights_give_the_logits_of_weights_apart(kind, tmp_path):
     plain, joined = plain_and_joined(kind, tmp_path)
     ids = ids_of(1, 9)
-    torch.testing.assert_close(joined(ids), plain(ids), atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(joined(ids[:, :1]), plain(ids[:, :1]), atol=1e-5, rtol=1e-5)
+    assert_near(joined(ids), plain(ids))
+    assert_near(joined(ids[:, :1]), plain(ids[:, :1]))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -125,7 +126,7 @@ def test_what_is_written_into_a_part_is_seen_by_the_whole(tmp_path):
     for model in (plain, joined):
         model.weights["model.layers.0.self_attn.k_proj.weight"].mul_(2)
         model.layers[1]["self_attn.v_proj.weight"].zero_()
-    torch.testing.assert_close(joined(ids_of(1, 9)), plain(ids_of(1, 9)), atol=1e-5, rtol=1e-5)
+    assert_near(joined(ids_of(1, 9)), plain(ids_of(1, 9)))
 
 
 def test_a_layer_whose_weights_are_joined_reads_no_other_projection(tmp_path):
@@ -142,7 +143,7 @@ def test_hidden_and_head_make_the_logits(tmp_path):
     hidden = model.hidden(ids_of(2, 5))
     assert hidden.shape == (2, 5, 48)
     assert torch.equal(model.head(hidden), model(ids_of(2, 5)))
-    torch.testing.assert_close(model.head(hidden[:, -1]), model(ids_of(2, 5))[:, -1])
+    assert_near(model.head(hidden[:, -1]), model(ids_of(2, 5))[:, -1])
 
 
 def test_a_poked_future_token_changes_no_logit_before_it(tmp_path):
@@ -159,9 +160,7 @@ def test_rows_of_a_batch_do_not_mix(tmp_path):
     model, ids = load_model(save(random_model(), tmp_path)), ids_of(3, 11)
     together = model(ids)
     for row in range(3):
-        torch.testing.assert_close(
-            together[row], model(ids[row : row + 1])[0], atol=1e-4, rtol=1e-4
-        )
+        assert_near(together[row], model(ids[row : row + 1])[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -181,8 +180,9 @@ def test_bfloat16_at_a_far_position_sees_the_distance_that_float32_sees(tmp_path
     cos, sin = model._rope(0, 15_963)
     assert cos.dtype == torch.float32
     angle = torch.tensor(15_962.0, dtype=torch.float64)
-    torch.testing.assert_close(cos[15_962, 0].double(), angle.cos(), atol=2e-3, rtol=0)
-    torch.testing.assert_close(sin[15_962, 0].double(), angle.sin(), atol=2e-3, rtol=0)
+    rounding = float(angle) * torch.finfo(torch.float32).eps  # of the angle, in float32
+    torch.testing.assert_close(cos[15_962, 0].double(), angle.cos(), atol=rounding, rtol=0)
+    torch.testing.assert_close(sin[15_962, 0].double(), angle.sin(), atol=rounding, rtol=0)
 
 
 def test_the_whole_context_may_be_used_and_not_one_position_more(tmp_path):

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from nanoserve.oracle import Oracle, load_oracle
+from tests.bounds import assert_near
 from tests.checkpoints import edit_json, random_model, reference_logits, save
 
 IDS = torch.tensor([[5, 9, 33, 60, 2, 71]])
@@ -38,7 +39,7 @@ def test_its_logits_are_the_saved_models(oracle, theirs):
         torch.float32,
         False,
     )
-    torch.testing.assert_close(logits, reference_logits(theirs, IDS), atol=1e-4, rtol=1e-5)
+    assert_near(logits, reference_logits(theirs, IDS))
 
 
 def test_it_is_ready_to_infer_and_takes_a_dtype(theirs, tmp_path):

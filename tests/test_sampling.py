@@ -29,6 +29,7 @@ from nanoserve.sampling import (
     mask_top_p,
     sample,
 )
+from tests.bounds import assert_near
 
 INF = math.inf
 NO_IDS = torch.zeros(1, 0, dtype=torch.long)
@@ -119,7 +120,7 @@ class TestMasksAreTransformers:
         )
         got = distribution(apply_penalties(logits, prompt, [], params), params)
         assert torch.equal(got > 0, expected > 0)
-        torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-5)
+        assert_near(got, expected)
 
 
 class TestEdges:
@@ -202,14 +203,14 @@ class TestTemperature:
     def test_the_distribution_is_transformers(self, logits, temperature: float) -> None:
         expected = theirs(TemperatureLogitsWarper(temperature), logits).softmax(-1)
         got = apply_temperature(logits, temperature).softmax(-1)
-        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-4)
+        assert_near(got, expected, units=512)
 
     @settings(deadline=None)
     @given(logits_of(ANY), st.sampled_from([1e-5, 5e-324, 1e-50, 1e300]))
     def test_an_extreme_one_gives_a_distribution(self, logits, temperature: float) -> None:
         probs = distribution(logits, SamplingParams(temperature=temperature))
         assert probs.isfinite().all()
-        assert probs.sum().item() == pytest.approx(1, abs=1e-5)
+        assert probs.sum().item() == pytest.approx(1, rel=1e-5)
 
     def test_1e_minus_5_is_greedy_in_effect(self) -> None:
         logits = torch.tensor([3e38, 9.0, -INF, 3.1e38, -3e38])
@@ -308,15 +309,15 @@ class TestLogprobs:
         )
         got = sample(self.LOGITS + 4, params, make_generator(0), prompt_ids=[0])
         assert got.token_id == 1
-        assert got.logprob == pytest.approx(math.log(0.3), abs=1e-5)
+        assert got.logprob == pytest.approx(math.log(0.3), rel=1e-5)
         assert list(got.top) == [0, 1]
-        assert list(got.top.values()) == pytest.approx([math.log(0.5), math.log(0.3)], abs=1e-5)
+        assert list(got.top.values()) == pytest.approx([math.log(0.5), math.log(0.3)], rel=1e-5)
 
     @pytest.mark.parametrize(("asked", "given_back"), [(0, 0), (3, 3), (20, 4)])
     def test_as_many_alternatives_as_asked_or_as_there_are(self, asked, given_back) -> None:
         got = sample(self.LOGITS, SamplingParams(logprobs=asked))
         assert len(got.top) == given_back
-        assert got.logprob == pytest.approx(math.log(0.5), abs=1e-5)
+        assert got.logprob == pytest.approx(math.log(0.5), rel=1e-5)
 
     def test_none_unless_asked(self) -> None:
         assert sample(self.LOGITS, SamplingParams()) == Sample(0, None, None)
@@ -325,7 +326,7 @@ class TestLogprobs:
         logits = torch.arange(400).bfloat16() / 64
         got = sample(logits, SamplingParams(logprobs=0))
         expected = logits.float().log_softmax(-1)[got.token_id].item()
-        assert got.logprob == pytest.approx(expected, abs=1e-6)
+        assert got.logprob == pytest.approx(expected, rel=1e-6)
 
 
 class TestParams:

@@ -1,6 +1,7 @@
 """Text to ids and back, for the real tokenizer and for small ones of every make."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from nanoserve.fetch import fetch
 from nanoserve.tokenizer import Detokenizer, Tokenizer, byte_alphabet, load_tokenizer
+from tests.folders import denied
 
 REFERENCE = json.loads((Path(__file__).parent / "data/smollm2_reference.json").read_text())
 TOKENIZER = load_tokenizer()
@@ -333,28 +335,78 @@ def sentence_piece() -> str:
     return tokenizer.to_str()
 
 
+NAMES = [None, {"bos_token": "<s>"}, {"bos_token": {"content": "<s>", "lstrip": False}}]
+
+
+@pytest.mark.parametrize("bos_in_template", [True, False])
+@pytest.mark.parametrize("adds_bos", [None, True, False])
+@pytest.mark.parametrize("named", NAMES, ids=["unnamed", "plain", "dictionary"])
+@pytest.mark.parametrize("where", ["tokenizer_config.json", "special_tokens_map.json"])
+def test_bos_stands_before_plain_text_where_the_checkpoints_own_tokenizer_puts_it(
+    bos_in_template, adds_bos, named, where, tmp_path
+):
+    config = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    config |= {} if adds_bos is None else {"add_bos_token": adds_bos}
+    write_folder(tmp_path, byte_level(bos_in_template), config)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    if named and "config" in where and isinstance(named["bos_token"], dict):
+        named = {"bos_token": named["bos_token"] | {"__type": "AddedToken"}}
+    if named:
+        (tmp_path / where).write_text(json.dumps((config if "config" in where else {}) | named))
+    ours, theirs = load_tokenizer(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert ours.prefix_ids + ours.encode("hello") == theirs("hello")["input_ids"]
+    assert bool(ours.prefix_ids) == bos_in_template
+    assert ours._name("bos_token") == theirs.bos_token
+    assert ours.token_id("<s>") not in ours.encode("<s>hello")
+    assert ours.encode("") == ours.encode("", parse_special=True) == []
+
+
 @pytest.mark.parametrize(
-    ("bos_in_template", "config", "expected"),
+    ("config", "names"),
     [
-        (True, {"bos_token": "<s>"}, ["<s>"]),  # Llama 3 says it in the post-processor alone
-        (True, {"bos_token": "<s>", "add_bos_token": True}, ["<s>"]),  # and never twice
-        (True, {"bos_token": "<s>", "add_bos_token": False}, []),
-        (False, {"bos_token": "<s>", "add_bos_token": True}, ["<s>"]),
-        (False, {"bos_token": "<s>", "add_bos_token": False}, []),
-        (False, {"bos_token": "<s>"}, []),
-        (True, {"bos_token": {"content": "<s>", "lstrip": False}}, ["<s>"]),  # the older spelling
-        (False, {"bos_token": None, "add_bos_token": False}, []),  # Qwen
-        (False, {}, []),
-        (False, {"bos_token": "<none>", "add_bos_token": True}, []),
+        ({"bos_token": "</s>"}, {"bos_token": "<s>"}),
+        ({"bos_token": None}, {"bos_token": "<s>"}),
+        ({"added_tokens_decoder": {}}, {"bos_token": "<s>"}),
+        ({"eos_token": "</s>"}, {"bos_token": "<s>", "eos_token": "<s>"}),
     ],
 )
-def test_bos_stands_before_plain_text_where_the_checkpoint_puts_it(
-    bos_in_template, config, expected
-):
-    tokenizer = Tokenizer(byte_level(bos_in_template), config)
-    assert tokenizer.prefix_ids == [tokenizer.token_id(token) for token in expected]
-    assert tokenizer.token_id("<s>") not in tokenizer.encode("<s>hello")
-    assert tokenizer.encode("") == tokenizer.encode("", parse_special=True) == []
+def test_two_files_that_name_special_tokens_are_weighed_as_in_transformers(config, names, tmp_path):
+    write_folder(tmp_path, byte_level(), config | {"tokenizer_class": "PreTrainedTokenizerFast"})
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(names))
+    ours, theirs = load_tokenizer(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert ours._name("bos_token") == theirs.bos_token
+    assert ours._name("eos_token") == theirs.eos_token
+
+
+ADDED = ["<think>", "</think>", " two words "]
+
+
+@pytest.mark.parametrize("parse", [True, False])
+@MANY
+@given(parts=st.lists(st.sampled_from([*ADDED, "<s>", "</s>", "he", "<", " ", "think>"])))
+def test_added_tokens_that_are_not_special_stay_whole(parts, parse):
+    text = "".join(parts)
+    library = tokenizers.Tokenizer.from_str(byte_level())
+    library.add_tokens(ADDED)
+    ours = Tokenizer(library.to_str(), {})
+    theirs = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=library, split_special_tokens=not parse
+    )
+    ids = ours.encode(text, parse_special=parse)
+    assert ids == theirs(text, add_special_tokens=False)["input_ids"]
+    assert ours.decode(ids) == text
+    for token in ADDED:
+        assert (ours.token_id(token) in ids) == (token in text)
+
+
+def test_threads_that_encode_at_once_do_not_see_each_others_setting():
+    def encode(parse: bool) -> bool:
+        return IM_END in TOKENIZER.encode("a<|im_end|>", parse_special=parse)
+
+    with ThreadPoolExecutor(8) as pool:
+        asked = [i % 3 == 0 for i in range(600)]
+        assert list(pool.map(encode, asked)) == asked
 
 
 def write_folder(folder: Path, text: str, config: dict | None) -> Path:
@@ -382,7 +434,7 @@ def test_of_several_named_templates_the_default_is_taken(tmp_path):
 def test_a_folder_without_a_tokenizer_config_will_do(tmp_path):
     tokenizer = load_tokenizer(write_folder(tmp_path, byte_level(bos=True), None))
     assert tokenizer.decode(tokenizer.encode("hello 🍕")) == "hello 🍕"
-    assert tokenizer.prefix_ids == []
+    assert tokenizer.prefix_ids == [tokenizer.token_id("<s>")]
 
 
 def test_a_folder_without_a_tokenizer_is_named(tmp_path):
@@ -394,6 +446,21 @@ def test_a_folder_without_a_tokenizer_is_named(tmp_path):
 def test_a_broken_tokenizer_is_named(content, tmp_path):
     write_folder(tmp_path, content, {})
     with pytest.raises(ValueError, match=rf"{tmp_path.name}.*cannot be read"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"],
+)
+def test_a_file_that_may_not_be_read_is_named_with_the_reason(name, tmp_path):
+    file = write_folder(tmp_path, byte_level(), {}) / name
+    if not file.exists():
+        file.write_text("{}")
+    with (
+        denied(file),
+        pytest.raises(ValueError, match=rf"{name} cannot be read: Permission denied"),
+    ):
         load_tokenizer(tmp_path)
 
 
@@ -414,7 +481,7 @@ def test_a_kind_of_tokenizer_that_is_not_made_of_bytes_is_refused_by_name(tmp_pa
 
 LLAMA3_LIKE = Tokenizer(byte_level(), {})
 SENTENCE_PIECE_LIBRARY = tokenizers.Tokenizer.from_str(sentence_piece())
-SENTENCE_PIECE = Tokenizer(sentence_piece(), {"bos_token": "<s>", "add_bos_token": True})
+SENTENCE_PIECE = Tokenizer(sentence_piece(), {"bos_token": "<s>"})
 
 
 def test_sentence_piece_falls_back_to_bytes():

@@ -28,6 +28,7 @@ from tests.checkpoints import (
     save,
     write_gguf,
 )
+from tests.folders import denied
 
 TYPES = gguf.GGMLQuantizationType
 
@@ -88,7 +89,9 @@ def test_a_missing_shard_is_named(tmp_path):
         load(tmp_path)
 
 
-@pytest.mark.parametrize("content", ["{", "{}", "[]", '{"weight_map": 3}'])
+@pytest.mark.parametrize(
+    "content", ["{", "{}", "[]", '{"weight_map": 3}', '{"weight_map": {"a": 3}}']
+)
 def test_a_broken_index_is_named(content, tmp_path):
     save(random_model(), tmp_path, max_shard_size="30KB")
     (tmp_path / "model.safetensors.index.json").write_text(content)
@@ -99,6 +102,12 @@ def test_a_broken_index_is_named(content, tmp_path):
 def test_a_folder_with_no_weights_is_named(folder):
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(ValueError, match=r"llama has no weights: no model\.safetensors"):
+        load(folder)
+
+
+def test_a_file_that_may_not_be_read_is_named_with_the_reason(folder):
+    file = folder / "model.safetensors"
+    with denied(file), pytest.raises(ValueError, match=rf"{file} cannot be read: Permission den"):
         load(folder)
 
 
@@ -196,17 +205,30 @@ def test_a_separate_head_that_the_file_holds_is_the_head(folder):
     assert not torch.equal(weights["lm_head.weight"], weights["model.embed_tokens.weight"])
 
 
-def test_a_separate_head_that_the_file_lacks_is_the_embedding(folder):
+def test_a_separate_head_that_the_file_lacks_is_refused(folder):
+    """transformers would draw a random one."""
     rewrite(folder, lambda tensors: tensors.pop("lm_head.weight"))
-    weights = load(folder)
-    assert weights["lm_head.weight"] is weights["model.embed_tokens.weight"]
+    with pytest.raises(ValueError, match=r"lm_head.weight is missing, and tie_word_embeddings"):
+        load(folder)
+
+
+def test_a_tied_head_that_the_file_holds_with_other_values_is_refused(folder):
+    """transformers would not tie it, against the config's word."""
+    edit_json(folder / "config.json", tie_word_embeddings=True)
+    with pytest.raises(ValueError, match=r"lm_head.weight differs .* tie_word_embeddings is true"):
+        load(folder)
 
 
 @pytest.mark.parametrize("present", [True, False])
 def test_a_tied_head_is_the_embedding_whether_or_not_the_file_holds_one(folder, present):
     edit_json(folder / "config.json", tie_word_embeddings=True)
-    if not present:
-        rewrite(folder, lambda tensors: tensors.pop("lm_head.weight"))
+
+    def tie(tensors: dict) -> None:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        if not present:
+            del tensors["lm_head.weight"]
+
+    rewrite(folder, tie)
     weights = load(folder)
     assert weights["lm_head.weight"] is weights["model.embed_tokens.weight"]
 

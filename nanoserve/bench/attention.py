@@ -10,7 +10,7 @@ from nanoserve.bench.correctness import WrongAnswer
 from nanoserve.bench.timing import Clock, median_times
 from nanoserve.cache import BLOCK_SIZE, KVPool, PagedKVCache
 from nanoserve.config import ModelConfig, parse_config
-from nanoserve.kernels.dispatch import use_backend
+from nanoserve.kernels.reference import paged_attention_reference
 from nanoserve.layers import sdpa
 
 # the shape of Llama-3.2-1B, from the config.json that is published with the model
@@ -58,10 +58,10 @@ def attention_benchmark(
 ) -> list[AttentionRow]:
     """Time one layer's attention of one new token, with K and V in scattered blocks, two ways.
 
-    "gather" copies K and V out of the pool, then attends. "fused" is the cache's paged_attention,
-    with the reference as backend. Raises WrongAnswer unless the two results are equal in every bit.
-    Each round moves to the next layer, and the two code paths use different layers, so that a long
-    sequence's K and V are not left in the processor's cache by the round before.
+    "gather" copies K and V out of the pool, then attends; "fused" is `attend_in_place`. Raises
+    WrongAnswer unless the two results are equal in every bit. Each round moves to the next layer,
+    and the two code paths use different layers, so that a long sequence's K and V are not left in
+    the processor's cache by the round before.
     """
     rows = []
     for kv_len in kv_lens:
@@ -74,10 +74,7 @@ def attention_benchmark(
 
         def fused(layers=layers, cache=cache, step=step) -> torch.Tensor:
             layers[1] = (layers[1] + 1) % (config.num_layers - 1)
-            with use_backend("reference"):  # the backend of Day 20, when the baseline was taken
-                return cache.paged_attention(
-                    layers[1], step["k"], step["v"], step["q"], config.n_rep
-                )
+            return attend_in_place(cache, layers[1], step["k"], step["v"], step["q"], config.n_rep)
 
         paths = {"gather": gather, "fused": fused}
         # Run fused first: gather also writes K and V, which would hide a missing write.
@@ -88,6 +85,18 @@ def attention_benchmark(
         times = median_times(paths, rounds, warmup=2, clock=clock)
         rows += [AttentionRow(path, kv_len, seconds, moved) for path, seconds in times.items()]
     return rows
+
+
+def attend_in_place(
+    cache: PagedKVCache, layer: int, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, n_rep: int
+) -> torch.Tensor:
+    """The cache's paged_attention of Day 19: write, then the reference; shapes as there.
+
+    It calls no dispatcher, whose checks "gather" does not run either: the two differ only in how
+    they read K and V.
+    """
+    slots = cache._write(layer, k, v)
+    return paged_attention_reference(q, cache.pool.k[layer], cache.pool.v[layer], slots, n_rep)
 
 
 def scattered_cache(

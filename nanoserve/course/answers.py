@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from nanoserve.course.guard import Outcome, guarded, message_of
 from nanoserve.course.source import CannotSave, bare, module_source
 from nanoserve.course.store import Progress, work_dir, write_atomically, writing
 from nanoserve.kernels.tlsim.launch import Kernel
+
+MOVED = {"nanoserve.bench.read": "nanoserve.bench.attention"}  # modules, for answers saved before
 
 
 @dataclass
@@ -51,7 +54,7 @@ class Answer:
 
 
 def keep(day: int, exercise: Exercise, answer: Callable) -> str:
-    """Note that an answer passed and save its source; the sentence that says what was done.
+    """Store that an answer passed, and save its source; returns a sentence that says so.
 
     The saved copy is loaded again and must pass the check itself before it counts as saved.
     """
@@ -193,7 +196,10 @@ def load_answer(path: Path, *names: str) -> Callable:
     """
     module = ModuleType(f"nanoserve_answers_{path.name.strip('.').partition('.')[0]}")
     module.__file__ = str(path)
-    code = compile(path.read_text(encoding="utf-8"), str(path), "exec")
+    source = path.read_text(encoding="utf-8")
+    for old, new in MOVED.items():
+        source = re.sub(rf"\b{re.escape(old)}\b", new, source)
+    code = compile(source, str(path), "exec")
     sys.modules[module.__name__] = module
     exec(code, module.__dict__)
     found = next((made for name in names if callable(made := vars(module).get(name))), None)

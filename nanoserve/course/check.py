@@ -1,7 +1,8 @@
-"""Checking an answer: every case is run, and whatever happens becomes a row of one table."""
+"""Checking an answer: every case runs, and its result becomes a row of one table."""
 
 from __future__ import annotations
 
+import inspect
 import numbers
 import re
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from nanoserve.course.compare import a, close, exact, short
+from nanoserve.course.compare import a, close, contrast, exact, short
 from nanoserve.course.exercise import AS_SOLUTION, Case, Exercise, Raises, Wrong
 from nanoserve.course.guard import Outcome, guarded, message_of
 from nanoserve.course.show import BAD, CELL, GOOD, QUIET, STYLE, escaped, text_table
@@ -34,6 +35,7 @@ class Row:
     message: str = ""
     printed: str = ""
     verdict: str = "ok"  # or "no", "not run"
+    inputs: str = ""
     mistake: Wrong | None = None
 
     @property
@@ -48,7 +50,7 @@ class Report:
     name: str
     rows: list[Row]
     status: str
-    note: str = ""  # what became of a passed answer; a second line under the heading
+    note: str = ""  # whether a passed answer is saved; a second line under the heading
     source: str = ""  # of the answer, where it is found
 
     @property
@@ -94,6 +96,7 @@ class Report:
             if told or row.printed:
                 lines += ["", f"{row.what}:"]
                 lines += [f"  {told}"] if told else []
+                lines += [f"  the inputs: {row.inputs}"] if row.inputs and told else []
                 lines += [f"  it printed: {short_print(row.printed)}"] if row.printed else []
         return "\n".join([*lines, *(["", self.note] if self.note else [])])
 
@@ -126,7 +129,7 @@ def run(exercise: Exercise, answer: Callable) -> Report:
     expected = [expected_outcome(case, solution, exercise.limit) for case in cases]
     trials = _tried(exercise, subject, cases, expected, _files(answer))
     rows = [
-        _row(case, wanted, trial) if trial else _row_not_run(case, wanted)
+        _row(case, wanted, trial, _inputs(case, solution))
         for case, wanted, trial in zip_longest(cases, expected, trials)
     ]
     report = Report(exercise.name, rows, "failed", source=_source(answer))
@@ -303,20 +306,50 @@ def _tried(
     return trials
 
 
-def _row(case: Case, expectation: Any, trial: Trial) -> Row:
-    outcome = trial.outcome
+def _row(case: Case, expectation: Any, trial: Trial | None, inputs: str) -> Row:
+    told = _told(expectation)
+    if trial is None:
+        return Row(case.what, case.kind, told, "", verdict="not run", inputs=inputs)
+    outcome, message = trial.outcome, trial.message or ""
     got = {
         "raised": f"raises {type(outcome.error).__name__}",
         "exit": "calls sys.exit()",
         "timeout": "ran too long",
-    }.get(outcome.kind) or _safe_short(outcome.value)
-    verdict = "no" if trial.message else "ok"
-    told = _told(expectation)
-    return Row(case.what, case.kind, told, got, trial.message or "", outcome.printed, verdict)
+    }.get(outcome.kind)
+    if got is None and (not message or isinstance(expectation, Raises)):
+        got = _safely(lambda: short(outcome.value), a(outcome.value))
+    elif got is None:
+        plain = told, a(outcome.value)
+        told, got = _safely(lambda: contrast(expectation, outcome.value), plain)
+    verdict = "no" if message else "ok"
+    return Row(case.what, case.kind, told, got, message, outcome.printed, verdict, inputs)
 
 
-def _row_not_run(case: Case, expectation: Any) -> Row:
-    return Row(case.what, case.kind, _told(expectation), "", verdict="not run")
+def _inputs(case: Case, solution: Callable) -> str:
+    """The arguments of a case on one line: tensors by their shape, anything else cut short.
+
+    Objects that have no short form, such as a model, are left out.
+    """
+    if case.inputs is not None:
+        return case.inputs
+    names = _parameters(case.call)[1:] if case.call else _parameters(solution)
+    named = [*zip_longest(names[: len(case.args)], case.args), *case.kwargs.items()]
+    parts = []
+    for name, value in named:
+        text = short(value)
+        opaque = isinstance(value, type) or (value is not None and text == a(value))
+        if not opaque and text != repr(case.what):
+            parts.append(f"{name} = {text}" if name else text)
+    return ", ".join(parts)
+
+
+def _parameters(call: Callable) -> list[str]:
+    """The names of the parameters that are passed by position."""
+    try:
+        parameters = inspect.signature(call).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
 
 def _told(expectation: Any) -> str:
@@ -325,11 +358,12 @@ def _told(expectation: Any) -> str:
     return short(expectation)
 
 
-def _safe_short(value: Any) -> str:
+def _safely(make: Callable[[], Any], otherwise: Any) -> Any:
+    """make(), or `otherwise` where what an answer returned cannot be shown."""
     try:
-        return short(value)
+        return make()
     except Exception:
-        return a(value)
+        return otherwise
 
 
 def _html_row(row: Row, message: str) -> str:
@@ -339,7 +373,8 @@ def _html_row(row: Row, message: str) -> str:
         told += f'<br><span style="{QUIET}">it printed: {escaped(short_print(row.printed))}</span>'
     cells = (
         f'<b style="color:{colour}">{mark}</b>',
-        escaped(row.what),
+        escaped(row.what)
+        + (f'<br><span style="{QUIET}">{escaped(row.inputs)}</span>' if row.inputs else ""),
         escaped(row.expected),
         escaped(row.got or row.verdict) + told,
     )

@@ -13,6 +13,7 @@ from typing import Any
 from nanoserve.course import answers, store
 from nanoserve.course import check as checking
 from nanoserve.course import glossary as terms
+from nanoserve.course.above import point_above
 from nanoserve.course.compare import short
 from nanoserve.course.curriculum import DAYS, find
 from nanoserve.course.exercise import CourseError, Exercise
@@ -24,11 +25,13 @@ RUNGS = 3
 
 def day(number: int | str) -> Day:
     """The workbench of a day: `today = day(2)`."""
-    return Day(number)
+    today = Day(number)
+    point_above(today.info)
+    return today
 
 
 class Day:
-    """A day's workbench. A learner's mistake is told in one output; it is never raised."""
+    """A day's workbench. A learner's mistake is shown in one output, never raised."""
 
     def __init__(self, number: int | str) -> None:
         self.info = find(number)

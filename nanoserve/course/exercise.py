@@ -53,7 +53,8 @@ class Case:
     `raises(...)`, or a function of the solution; left out, it is what the solution does here.
     `call(answer, *args, **kwargs)` replaces the plain call: for classes, or to collect a generator.
     `compare(got, expected)` gives None or True when they agree, else a sentence (or False).
-    Inputs are copied for each run; changing them fails the case unless `mutates` is set.
+    Inputs are copied for each run; changing them fails the case unless `mutates` is set. The row
+    shows them; `inputs` is a text to show in their place, and "" shows none.
     """
 
     what: str
@@ -64,6 +65,7 @@ class Case:
     compare: Compare = exact
     call: Callable[..., Any] | None = None
     mutates: bool = False
+    inputs: str | None = None
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,8 @@ class Exercise:
     is what the answer replaces in the engine: "nanoserve.weights:unpermute", a class, or a method
     as "nanoserve.cache:NaiveKVCache.append" (the cases then get the class). `solution` is left out
     where the target is the solution. `limit` is the number of seconds a case may take. `was` holds
-    former names of the exercise: answers and progress saved under them still count.
+    former names of the exercise: answers and progress saved under them still count. A day is done
+    without its `optional` exercises.
     """
 
     name: str
@@ -104,6 +107,7 @@ class Exercise:
     wrong: tuple[Wrong, ...] = ()
     limit: float = 10.0
     was: tuple[str, ...] = ()
+    optional: bool = False
 
     def __post_init__(self) -> None:
         short = [kind for kind, rungs in self.hints.items() if len(rungs) != 3]

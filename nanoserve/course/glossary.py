@@ -114,19 +114,20 @@ attention sink: A token, mostly the first, that takes the attention which no oth
 """,
     7: """
 residual stream: The vector of a token that runs through the whole model; each part adds to it.
-decoder block: One layer: attention, then the MLP, each reading the stream and adding to it.
-pre-norm: A part reads a normed copy of the stream; the stream itself is never normed on its way.
+decoder block: One layer: attention, then the MLP. Each reads the stream and adds its result.
+pre-norm: Attention and the MLP each read a normed copy of the stream; the stream itself is not
+    normed.
 """,
     8: """
-final norm: The norm between the last layer and the head: the only one that the stream itself
-    passes through.
-logit lens: Reading the stream after an early layer as if it were the last, to see what the model
-    would say by now.
+final norm: The norm between the last layer and the head: the only one that is applied to the
+    stream itself.
+logit lens: Applying final norm and head to the stream after an earlier layer, to see which token
+    would be first there.
 """,
     9: """
-argmax: The place of the largest value: among logits, the id of the best token.
+argmax: The position of the largest value: among logits, the id of the best token.
 end token: A token that ends the text when it is chosen, such as EOS; a model can have several.
-near tie: Two tokens whose logits are so close that rounding could change which one is best.
+near tie: Two tokens whose logits are so close that rounding can change which one is best.
 """,
     10: """
 distribution: The probabilities of all tokens; together they are 1.
@@ -135,11 +136,11 @@ temperature: The number that logits are divided by before softmax: below 1 sharp
     above 1 flattens it.
 top-k: Keeping the k most probable tokens and removing all others.
 top-p: Keeping the fewest tokens that together hold the probability p; also called nucleus.
-min-p: Keeping the tokens that are at least p times as probable as the best one.
+min-p: Keeping the tokens that are at least min_p times as probable as the best one.
 logprob: The natural logarithm of a probability: 0 for certain, more negative for less likely.
 seed: The number that a random generator starts from; the same seed gives the same draws.
 repetition penalty: A factor that makes tokens less likely once they stand in the text.
-chi-square: A sum that grows with the distance between counts and what was expected of them.
+chi-square: A sum that grows with the distance between counts and their expected values.
 """,
     4: """
 RMSNorm: Dividing a vector by its root mean square, then scaling each number by a learned weight.
@@ -160,41 +161,43 @@ hidden unit: One of the numbers inside the MLP, between the way out and the way 
     SmolLM2.
 """,
     11: """
-history: All the tokens that a cache holds, and with a step's own the ones that it looks at.
-capacity: How many tokens a cache has room for before it must grow.
+seq_len: Of a cache: the number of tokens that it holds before this step.
+query_len: The number of new tokens of a step; each has a query.
+kv_len: The number of tokens whose keys and values a step uses: the cached ones and its own.
+capacity: The number of tokens that a cache can hold before it must grow.
 contiguous: Lying in one unbroken run of memory.
 view: A tensor that shows another one's numbers without a copy of them.
-continuation: A step of several tokens that follow a history, such as the next message of a chat.
+continuation: A step of several tokens that follow cached ones, such as the next message of a chat.
 """,
     12: """
-stop string: Text that ends an answer when it comes, and is not shown.
+stop string: A text that ends the answer when the model writes it, and is not shown.
 finish reason: Why an answer ended: "stop" (an end token or a stop string) or "length".
-time to first token: How long somebody waits before the first word: the prompt has to be read.
-time per token: How long each later token takes: the speed at which an answer runs.
+time to first token: TTFT: the time from the request to the first token; prefill is most of it.
+time per output token: TPOT: the time that each later token takes, on average.
 """,
     13: """
-bandwidth: How many bytes can be read in a second, from memory to the processor.
-memory-bound: Held up by reading memory, so that more arithmetic would cost no time.
-compute-bound: Held up by arithmetic, so that faster memory would change nothing.
-roof: The most that a machine could reach; here its bandwidth.
-warm-up: A run before the clock starts, so that first-time costs are not measured.
-interleaved: Taking turns, so that a machine that slows down is unfair to nobody.
+bandwidth: The number of bytes that can be read from memory in a second.
+peak bandwidth: The most that a machine reaches when it only reads memory: a limit for every step.
+memory-bound: Limited by the time to read memory: faster arithmetic would save no time.
+compute-bound: Limited by arithmetic: faster memory would save no time.
+warm-up: A run before the clock starts, so that costs of the first run are not measured.
+interleaved: Taking turns, so that a machine that slows down affects all variants alike.
 tile: A part of a large computation that is done at once, such as 128 rows of a matrix.
 """,
     14: """
-slot: A place for one token's key and value, in every layer.
+slot: The place of one token's key and value, in every layer.
 block: A fixed number of slots side by side, here 16, taken and given back as one.
-pool: All the blocks that there are, shared by all sequences.
-allocator: The bookkeeper of a pool: it knows which blocks are free, and hands them out.
-fragmentation: Memory that is reserved, and that nobody can use.
-double free: Giving back what is free already, so that two owners get it later.
-invariant: What must be true after every step, whatever the step was.
+pool: The memory of all blocks, shared by all sequences.
+allocator: The part of a pool that records which blocks are free, and hands them out.
+fragmentation: Memory that is reserved and stays empty, so that no other sequence can use it.
+double free: Giving back a block that is already free. Two sequences would own it later.
+invariant: A condition that must hold after every step.
 """,
     15: """
 block table: A sequence's blocks in the order of its text.
-logical: As the sequence counts: position 0, 1, 2, without a gap.
-physical: As the memory counts: where something really lies.
-atomic: All or nothing: a step that fails leaves everything as it was.
+logical: Counted within the sequence: position 0, 1, 2, without a gap.
+physical: Counted within the memory: the slot where a token lies.
+atomic: All or nothing: a step that fails changes nothing.
 """,
     16: """
 slot mapping: The slot of each position of a sequence, oldest first, as a tensor.
@@ -202,25 +205,25 @@ scatter: To write rows to the places that a list of indices names.
 gather: To copy rows from the places that a list of indices names, into one contiguous run.
 """,
     17: """
-leak: Memory that nobody uses and nobody will give back.
-stale: Left over from an earlier owner, and no longer meant for anybody.
-poison: To fill memory that nobody owns with a value that spoils whatever is computed from it: NaN.
+leak: Memory that is no longer used and is never given back.
+stale: Left over from an earlier owner of the memory.
+poison: To fill free memory with NaN, so that every result computed from it is NaN too.
 NaN: "Not a number": a float that makes every sum it enters NaN as well.
 """,
     18: """
-reference implementation: The plainest code that does the right thing: slow, believed, and what
-    faster code is compared with: an oracle for a single function.
+reference implementation: The plainest right code for one function. It may be slow; faster code is
+    compared with it.
 tolerance: How far an answer may be from the reference: a fixed part, and a part of the value.
-byte-equal: The same in every bit, which is more than being close.
+byte-equal: The same in every bit, not only close.
 float16: A floating-point number in 2 bytes: about 3 to 4 decimal digits, nothing above 65,504.
 """,
     19: """
-fused: Done in one piece, where before there were two with a copy in between.
-plumbing: The code that hands the right things to the right place and computes nothing itself.
-spy: A stand-in that notes how it was called, so that a test can look at the plumbing.
+fused: Done in one operation instead of two with a copy between them.
+plumbing: Code that passes the right arguments to the right function and computes nothing itself.
+spy: A replacement for a function that records its calls, so that a test can check the plumbing.
 """,
     20: """
-memory traffic: The bytes that really move: each read and each write, copies included.
+memory traffic: All bytes that move: each read and each write, copies included.
 sweep: The same measurement over a range of sizes.
 baseline: The measured time that a later change has to beat.
 """,

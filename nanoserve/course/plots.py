@@ -6,7 +6,9 @@
     fig  # the last line of a cell: the notebook shows it
 
 The colours are Okabe and Ito's, which most colour-blind readers can tell apart. Background and
-margins are white and part of the picture, so that a plot reads the same on a dark page.
+margins are white and part of the picture, so that a plot reads the same on a dark page. A label
+goes to the nearest free place beside its point (nanoserve.course.labels), whatever was measured or
+guessed.
 """
 
 from __future__ import annotations
@@ -15,11 +17,17 @@ import base64
 import io
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+from PIL import Image
+
+from nanoserve.course import labels
+from nanoserve.course.show import DENSITY, png_metadata
 
 COLOURS = {
     "oracle": "#7F7F7F",  # always dashed as well
@@ -35,7 +43,7 @@ COLOURS = {
     "grid": "#E4E8EC",
 }
 
-WIDTH, HEIGHT, DPI = 7.6, 3.8, 110  # inches, inches, pixels per inch: 836 pixels, Lab's width
+WIDTH, HEIGHT, DPI = 7.6, 3.8, 110  # inches, inches, pixels of the page per inch: 836 wide
 
 _RC = {
     "figure.facecolor": "white",
@@ -79,24 +87,72 @@ def style() -> Iterator[None]:
 
 
 class Plot(Figure):
-    """A figure that shows itself in a notebook, whatever backend is set, margins and all."""
+    """A figure that shows itself in a notebook, whatever backend is set, margins and all.
+
+    `alt` says what the plot shows; by default it names titles, axes and labels.
+    """
+
+    alt: str = ""
 
     def png(self) -> bytes:
         """The picture as it would be drawn the first time: the same bytes on every call."""
+        with style():
+            self.settle()
+            return compact_png(self)
+
+    def settle(self) -> None:
+        """Lay the figure out and place its labels, as if it had never been drawn."""
+        FigureCanvasAgg(self)  # it can measure words, whatever backend is set
+        labels.reset(self)
         for ax in self.axes:
             if place := ax.get_subplotspec():
                 ax.set_subplotspec(place)  # undo the last layout, which the next would start from
-        with style():
-            out = io.BytesIO()
-            self.savefig(out, format="png", metadata={"Software": None})
-        return out.getvalue()
+        self.set_layout_engine("constrained")
+        self.draw_without_rendering()
+        self.set_layout_engine("none")  # or a label that moves would change the layout again
+        labels.place(self)
 
-    def _repr_mimebundle_(self, include=None, exclude=None) -> dict[str, str]:
+    def description(self) -> str:
+        """The alt text."""
+        if self.alt:
+            return self.alt
+        parts = []
+        for ax in self.axes:
+            title, x, y = ax.get_title("left"), ax.get_xlabel(), ax.get_ylabel()
+            against = " against ".join(words for words in (y, x) if words)
+            parts += [words for words in (title, against) if words and words not in parts]
+        named = [t.get_text() for ax in self.axes for t in ax.texts if t.get_text().strip()]
+        named = list(dict.fromkeys(" ".join(words.split()) for words in named))[:12]
+        parts += [f"Labels: {', '.join(named)}"] if named else []
+        return "Plot. " + ". ".join(parts) + "."
+
+    def _repr_mimebundle_(
+        self, include: Any = None, exclude: Any = None
+    ) -> tuple[dict[str, str], dict[str, Any]]:
         titles = [ax.get_title("left") for ax in self.axes]
-        return {
+        png = self.png()
+        data = {
             "text/plain": "plot: " + ", ".join(title for title in titles if title),
-            "image/png": base64.b64encode(self.png()).decode(),
+            "image/png": base64.b64encode(png).decode(),
         }
+        return data, {"image/png": png_metadata(png, self.description())}
+
+
+def compact_png(fig: Figure, **options: Any) -> bytes:
+    """A figure as a PNG with DENSITY pixels for each pixel of the page and a palette of 256
+    colours, a third of the bytes of a full PNG. `options` go to savefig."""
+    raw = io.BytesIO()
+    fig.savefig(raw, format="png", dpi=DENSITY * DPI, **options)
+    image = Image.open(raw).convert("RGB")
+    colours = image.getcolors(256)
+    small = image.quantize(
+        256 if colours is None else max(2, len(colours)),
+        Image.Quantize.MEDIANCUT,
+        dither=Image.Dither.NONE,
+    )
+    out = io.BytesIO()
+    small.save(out, format="png", optimize=False, compress_level=9)
+    return out.getvalue()
 
 
 @style()
@@ -132,35 +188,29 @@ def line(
 ) -> None:
     """A measured series: a dot for each measurement, joined, with `name` at the right end."""
     ax.plot(x, y, color=colour, marker="o", linestyle=(0, (5, 2.5)) if dashed else "solid")
-    label_line(ax, x[-1], y[-1], name, colour)
+    others = list(zip(x, y, strict=True))[-2::-1][:6]
+    label_line(ax, x[-1], y[-1], name, colour, also=others)
 
 
 @style()
-def label_line(ax: Axes, x: float, y: float, text: str, colour: str, where: str = "right") -> None:
+def label_line(
+    ax: Axes,
+    x: float,
+    y: float,
+    text: str,
+    colour: str,
+    where: str = "right",
+    also: Sequence[tuple[float, float]] = (),
+) -> None:
     """Write `text` beside the point (x, y), in the line's own colour, instead of a legend.
 
-    `where` is "right", "left", "above" or "below"; anything else is a ValueError.
+    `where` is "right", "left", "above" or "below", or two of them ("above right"); anything else is
+    a ValueError. If that place is not free, the label goes to the nearest one that is, beside this
+    point or those of `also`.
     """
-    places = {
-        "right": ((8, 0), "left", "center"),
-        "left": ((-8, 0), "right", "center"),
-        "above": ((0, 8), "center", "bottom"),
-        "below": ((0, -8), "center", "top"),
-    }
-    if where not in places:
-        raise ValueError(f"where is {where!r}; it must be one of {', '.join(places)}")
-    offset, ha, va = places[where]
-    ax.annotate(
-        text,
-        (x, y),
-        xytext=offset,
-        textcoords="offset points",
-        ha=ha,
-        va=va,
-        color=_readable(colour),
-        fontweight="bold",
-        annotation_clip=False,
-    )
+    if where not in labels.PLACES:
+        raise ValueError(f"where is {where!r}; it must be one of {', '.join(labels.PLACES)}")
+    labels.ask(ax, (x, y), text, where, also, color=_readable(colour), fontweight="bold")
 
 
 @style()
@@ -178,16 +228,12 @@ def prediction_marker(
 @style()
 def limit_line(ax: Axes, y: float, text: str) -> None:
     """A physical limit: a black horizontal line with its name at the left, above it."""
-    ax.axhline(y, color=COLOURS["limit"], linewidth=1.5)
-    ax.annotate(
-        text,
-        (0, y),
-        xycoords=("axes fraction", "data"),
-        xytext=(6, 4),
-        textcoords="offset points",
-        color=COLOURS["limit"],
-        fontweight="bold",
-    )
+    colour = COLOURS["limit"]
+    ax.axhline(y, color=colour, linewidth=1.5)
+    beside = ("axes fraction", "data")
+    others = [(at, y) for at in (0.2, 0.4, 0.6, 0.8)]
+    look = {"xycoords": beside, "color": colour, "fontweight": "bold"}
+    labels.ask(ax, (0.01, y), text, "above right", others, **look)
 
 
 def log2_axis(ax: Axes, which: str = "x") -> None:

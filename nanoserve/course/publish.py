@@ -1,13 +1,11 @@
 """Publishing: the set-up cell every notebook begins with, and the stamps of `make publish`.
 
-    python -m nanoserve.course.publish OWNER/NAME
-
-writes the GitHub repository into every set-up cell and an "Open in Colab" badge under every
-notebook's title, in the twins and the notebooks. Run again with another name, it replaces both.
+A stamp writes the GitHub repository into a set-up cell and an "Open in Colab" badge under the
+notebook's title. Another stamp replaces both. `python -m nanoserve.course.sync --stamp OWNER/NAME`
+stamps all twins and brings the notebooks into step; sync imports this module, not the reverse.
 """
 
 import re
-import sys
 from pathlib import Path
 
 from nanoserve.course.lands import ROOT, twins
@@ -74,20 +72,14 @@ def _badge(twin: str, repository: str) -> str:
     return f"#\n# [![Open in Colab]({colab}/assets/colab-badge.svg)]({notebook})\n"
 
 
-def main(arguments: list[str] | None = None) -> int:
-    arguments = sys.argv[1:] if arguments is None else arguments
-    name = arguments[0] if len(arguments) == 1 else ""
-    if not re.fullmatch(r"[A-Za-z0-9](?:[A-Za-z0-9-]*[A-Za-z0-9])?/[A-Za-z0-9._-]+", name):
-        print(f"REPO is OWNER/NAME, as in: make publish REPO=ada/nanoserve (got {name!r})")
-        return 2
-    from nanoserve.course import sync
-
-    for twin in twins():
+def stamp_all(repository: str, root: Path = ROOT) -> int:
+    """Stamp every twin; returns how many there are. ValueError for what is no OWNER/NAME."""
+    if not re.fullmatch(r"[A-Za-z0-9](?:[A-Za-z0-9-]*[A-Za-z0-9])?/[A-Za-z0-9._-]+", repository):
+        raise ValueError(
+            f"REPO is OWNER/NAME, as in: make publish REPO=ada/nanoserve (got {repository!r})"
+        )
+    found = twins(root)
+    for twin in found:
         text = twin.read_text(encoding="utf-8")
-        twin.write_text(stamp(text, twin.stem, name), encoding="utf-8")
-    print(f"stamped {len(twins())} notebooks with {name}")
-    return sync.main([])
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        twin.write_text(stamp(text, twin.stem, repository), encoding="utf-8")
+    return len(found)

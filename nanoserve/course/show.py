@@ -7,6 +7,7 @@ import html
 import re
 import struct
 import sys
+import textwrap
 import zlib
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -17,7 +18,7 @@ STYLE = (
 CELL = (
     "text-align:left;vertical-align:top;padding:0.3em 0.8em 0.3em 0;border:0;"
     "border-top:1px solid rgba(127,127,127,0.35);color:inherit;background:transparent;"
-    "white-space:normal;max-width:32em;overflow-wrap:anywhere"
+    "white-space:normal;max-width:32em;overflow-wrap:break-word"
 )
 GOOD, BAD, QUIET = "#009E73", "#D55E00", "opacity:0.7"
 
@@ -44,6 +45,8 @@ def show(
         return
     from IPython.display import display
 
+    if html is None and png is None:
+        plain = wrapped(plain)
     data, metadata = {"text/plain": plain, **more}, {}
     if html is not None:
         data["text/html"] = html
@@ -76,6 +79,16 @@ def png_description(png: bytes) -> str:
             return (zlib.decompress(text) if packed else text).decode()
         at += 12 + size
     return ""
+
+
+def wrapped(text: str, width: int = 96) -> str:
+    """Lines broken at spaces alone: a notebook would break a longer line within a word."""
+    return "\n".join(
+        textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False)
+        if len(line) > width
+        else line
+        for line in text.split("\n")
+    )
 
 
 def in_notebook() -> bool:

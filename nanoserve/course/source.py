@@ -1,4 +1,4 @@
-"""The source of an answer, with all that it uses, as a module that stands on its own."""
+"""The source of an answer, with everything it uses, as a complete module."""
 
 from __future__ import annotations
 import __future__
@@ -183,8 +183,9 @@ def _function(thing: Any) -> FunctionType | None:
         if not isinstance(inner, FunctionType):
             continue
         own = inner.__qualname__.startswith(f"{thing.__qualname__}.")
-        own = own and inner.__module__ == thing.__module__  # not what a decorator has put there
-        if own and linecache.getlines(inner.__code__.co_filename):
+        own = own and inner.__module__ == thing.__module__  # else a decorator has lent it
+        file = inner.__code__.co_filename  # "<string>": a decorator has generated it
+        if own and file != "<string>" and linecache.getlines(file):
             return inner
     return None
 

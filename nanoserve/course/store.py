@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -17,6 +18,7 @@ from nanoserve.course.exercise import CourseError
 from nanoserve.course.exercises import exercises_of, module_of
 
 PACKAGE = Path(__file__).resolve().parents[1]
+FRESH = "nanoserve_fresh"  # a copy's metadata: the fingerprint of its cells when it was made
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,7 @@ class DayStatus:
 
     info: DayInfo
     out: bool  # the day is published
-    started: bool  # the learner has a copy
+    started: bool  # the learner's copy was changed or run, or something was passed or guessed
     passed: tuple[str, ...]
     total: int
 
@@ -35,7 +37,7 @@ class DayStatus:
             return "not out yet"
         if self.total and len(self.passed) == self.total:
             return "done"
-        return "started" if self.started or self.passed else "open"
+        return "started" if self.started else "not started"
 
     @property
     def count(self) -> str:
@@ -120,18 +122,20 @@ def reset(day: int | str) -> tuple[Path, Path | None]:
 
 
 def status() -> list[DayStatus]:
-    """Every day: is it out, started, and which of its exercises are passed."""
+    """Every day: is it out, started, and which of its exercises are passed; optional ones aside."""
     clone, work, progress = clone_dir(), work_dir(), Progress.load()
     rows = []
     for info in DAYS:
-        exercises, noted = exercises_of(info.number), set(progress.passed(info.number))
+        exercises = [each for each in exercises_of(info.number) if not each.optional]
+        noted = set(progress.passed(info.number))
         passed = tuple(e.name for e in exercises if noted.intersection(e.names))
         published = (
             (clone / "notebooks" / info.notebook).exists()
             if clone
             else bool(info.number == 0 or module_of(info.number))
         )
-        started = (work / info.notebook).exists()
+        guessed = progress.data["predictions"].get(str(info.number))
+        started = bool(passed or guessed) or _touched(work / info.notebook, clone)
         rows.append(DayStatus(info, published, started, passed, len(exercises)))
     return rows
 
@@ -246,6 +250,31 @@ def _notebooks(day: int | str | None) -> list[Path]:
     return found
 
 
+def _touched(copy: Path, clone: Path | None) -> bool:
+    """Whether a learner's copy has been run or changed since `start` made it.
+
+    A copy without the mark that `start` leaves in it is compared with the published notebook.
+    """
+    try:
+        notebook = json.loads(copy.read_text(encoding="utf-8"))
+        fresh = notebook["metadata"].get(FRESH)
+        if fresh is None and clone is not None:
+            published = (clone / "notebooks" / copy.name).read_text(encoding="utf-8")
+            fresh = _digest(json.loads(published))
+        ran = any(cell.get("execution_count") for cell in notebook["cells"])
+        return ran or fresh != _digest(notebook)
+    except FileNotFoundError:
+        return copy.exists()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return True
+
+
+def _digest(notebook: dict[str, Any]) -> str:
+    """A fingerprint of what the cells say, without their outputs."""
+    cells = [(cell["cell_type"], "".join(cell["source"])) for cell in notebook["cells"]]
+    return hashlib.sha256(json.dumps(cells).encode()).hexdigest()[:16]
+
+
 def _without_outputs(source: Path) -> str:
     try:
         notebook = json.loads(source.read_text(encoding="utf-8"))
@@ -254,6 +283,7 @@ def _without_outputs(source: Path) -> str:
                 cell["execution_count"] = None
                 if "keep" not in cell.get("metadata", {}).get("tags", ()):
                     cell["outputs"] = []
+        notebook["metadata"][FRESH] = _digest(notebook)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CourseError(f"{source.name} cannot be read as a notebook: {error}") from error
     return json.dumps(notebook, indent=1, ensure_ascii=False) + "\n"

@@ -1,11 +1,12 @@
 """Keeps twins, lands cells and notebooks in step: `make sync`.
 
-    python -m nanoserve.course.sync [dayNN ...] [--check] [--all]
+    python -m nanoserve.course.sync [dayNN ...] [--check] [--all] [--stamp OWNER/NAME]
 
 For each percent twin: the package's words go into its lands cells, the notebook beside it is made
 from the twin, run from top to bottom if any code changed (with --all in any case), and its outputs
-are normalised, so that they say the same on every machine. --check changes nothing, lists what
-differs and exits 1.
+are normalised, so that they are the same on every machine. --check changes nothing, lists what
+differs and exits 1. --stamp (`make publish`) first writes the repository into every set-up cell and
+an "Open in Colab" badge under every title.
 """
 
 import argparse
@@ -40,6 +41,7 @@ WIDGET = "application/vnd.jupyter.widget-view+json"
 _PERSONAL = re.compile(
     r"(?<![\w.])(?:/(?:home|root|Users|tmp|work|mnt|opt|var|private|usr)/|[A-Z]:\\)\w[^\s'\"<]*"
 )
+_NOT_OUT = re.compile(r"(?m)^(\d+) .* not out yet$")  # a row of the map of days
 _ADDRESS = re.compile(r"\bat 0x[0-9A-Fa-f]{6,}")
 
 
@@ -106,6 +108,15 @@ def code_changed(new: NotebookNode, old: NotebookNode | None) -> bool:
         or code != [key for key in _keys(old.cells) if key[0] == "code"]
         or any(cell.execution_count is None for cell in new.cells if cell.cell_type == "code")
     )
+
+
+def map_is_old(notebook: NotebookNode, root: Path = ROOT) -> bool:
+    """Whether a stored map of the days says "not out yet" of a day that has a twin."""
+    out = {lands.day_number(twin.stem) for twin in twins(root)}
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
+    texts = [output.get("data", {}).get("text/plain", "") for output in outputs]
+    told = {int(day) for text in texts for day in _NOT_OUT.findall(text)}
+    return bool(told & out)
 
 
 def execute(notebook: NotebookNode, name: str, folder: Path) -> None:
@@ -236,6 +247,8 @@ def problems(root: Path = ROOT, only: tuple[str, ...] = ()) -> list[str]:
             if code_changed(new, old):
                 found.append(f"{twin.stem}: its code changed since the notebook ran")
                 continue
+            if map_is_old(new, root):
+                found.append(f"{twin.stem}: its map of days lacks a day that is out")
             normalise(new, twin.stem)
             if _text(new) != path.read_text(encoding="utf-8"):
                 found.append(f"{twin.stem}: twin and notebook differ")
@@ -254,7 +267,7 @@ def sync(twin: Path, root: Path = ROOT, *, rerun: bool = False) -> str:
     old = _read(path)
     new = build(text, old)
     start = time.monotonic()
-    ran = rerun or code_changed(new, old)
+    ran = rerun or code_changed(new, old) or map_is_old(new, root)
     if ran:
         execute(new, twin.stem, path.parent)
     normalise(new, twin.stem)
@@ -279,9 +292,17 @@ def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
     parser = argparse.ArgumentParser(prog="sync", description="Keep twins and notebooks in step.")
     parser.add_argument("days", nargs="*", help="day02 or so; all of them without")
     parser.add_argument("--check", action="store_true", help="change nothing, list what differs")
+    parser.add_argument("--stamp", metavar="OWNER/NAME", help="write the repository into the twins")
     parser.add_argument("--all", action="store_true", help="run unchanged notebooks too")
     options = parser.parse_args(arguments)
     only = tuple(options.days)
+    if options.stamp is not None:
+        try:
+            count = publish.stamp_all(options.stamp, root)
+        except ValueError as error:
+            print(error)
+            return 2
+        print(f"stamped {count} notebooks with {options.stamp}")
     try:
         if options.check:
             found = problems(root, only)

@@ -7,29 +7,45 @@ returns `figure_widget(draw, tokens=slider(1, 64, 8))`, and a notebook shows `to
 from __future__ import annotations
 
 import html
-import io
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import Any
 
 from nanoserve.course.curriculum import PHASES
 from nanoserve.course.guard import message_of
-from nanoserve.course.show import BAD, GOOD, QUIET, in_notebook, show, text_table
+from nanoserve.course.show import (
+    BAD,
+    GOOD,
+    QUIET,
+    in_notebook,
+    png_metadata,
+    show,
+    text_table,
+)
 from nanoserve.course.store import DayStatus
 
-DPI = 110
+Bound = float | Callable[[dict[str, Any]], float]
 
 
 class Control:
-    """A control that needs no ipywidgets until it is shown: its kind, first value and options."""
+    """A control that needs no ipywidgets until it is shown: its kind, first value and options.
+
+    An option may be a function of all controls' values: the bound of a slider that depends on what
+    another control says.
+    """
 
     def __init__(self, kind: str, value: Any, **options: Any) -> None:
         self.kind, self.value, self.options = kind, value, options
 
-    def build(self, name: str) -> Any:
+    def moving(self, values: dict[str, Any]) -> dict[str, Any]:
+        """The options that are functions, for these values."""
+        return {name: option(values) for name, option in self.options.items() if callable(option)}
+
+    def build(self, name: str, values: dict[str, Any]) -> Any:
         """The ipywidget, labelled with `name` unless a label was given."""
         import ipywidgets
 
-        options = dict(self.options)
+        options = {**self.options, **self.moving(values)}
         options["description"] = options.pop("label", None) or name.replace("_", " ")
         options["style"] = {"description_width": "initial"}
         if self.kind in ("IntSlider", "FloatSlider", "Text"):
@@ -37,8 +53,10 @@ class Control:
         return getattr(ipywidgets, self.kind)(value=self.value, **options)
 
 
-def slider(low: float, high: float, value: float, step: float = 1, label: str = "") -> Control:
-    whole = all(isinstance(number, int) for number in (low, high, value, step))
+def slider(low: float, high: Bound, value: float, step: float = 1, label: str = "") -> Control:
+    """A slider from `low` to `high`; `high` may be a function of the widget's values by name."""
+    numbers = (low, value, step) if callable(high) else (low, high, value, step)
+    whole = all(isinstance(number, int) for number in numbers)
     kind = "IntSlider" if whole else "FloatSlider"
     return Control(kind, value, min=low, max=high, step=step, label=label)
 
@@ -70,8 +88,9 @@ class FigureWidget:
 
     def __init__(self, draw: Callable[..., Any], controls: dict[str, Any]) -> None:
         self.draw = draw
+        self.made = controls
         self.values = {name: control.value for name, control in controls.items()}
-        self.png = _png(draw(**self.values))
+        self.png, self.alt = _png(draw(**self.values))
         self.controls: dict[str, Any] = {}
         self.view: Any = None
         try:
@@ -79,11 +98,12 @@ class FigureWidget:
         except ImportError:
             return
         for name, control in controls.items():
-            built = control.build(name) if isinstance(control, Control) else control
+            built = control.build(name, self.values) if isinstance(control, Control) else control
             self.controls[name] = built
             built.observe(self._redraw, names="value")
-        self.image = ipywidgets.Image(value=self.png, format="png")
+        self.image = ipywidgets.Image(format="png")
         self.image.layout.max_width = "100%"
+        self._set_image(self.png)
         self.message = ipywidgets.HTML()
         panel = ipywidgets.HBox(list(self.controls.values()))
         panel.layout.flex_flow = "row wrap"
@@ -95,12 +115,24 @@ class FigureWidget:
         if self.view is not None and in_notebook():
             own = self.view._repr_mimebundle_()
             bundle = {key: own[key] for key in own if "widget-view" in key}
-        show(f"[widget: {name}]", png=self.png, **bundle)
+        show(f"[widget: {name}]", png=self.png, alt=self.alt, **bundle)
+
+    def _set_image(self, png: bytes) -> None:
+        """A picture at its own size: the page would stretch it otherwise, and blur it."""
+        self.image.value = png
+        self.image.layout.width = f"{png_metadata(png)['width']}px"
+        self.image.layout.flex = "0 0 auto"
 
     def _redraw(self, _change: Any) -> None:
         self.values = {name: control.value for name, control in self.controls.items()}
+        for name, control in self.made.items():
+            if isinstance(control, Control):
+                for option, value in control.moving(self.values).items():
+                    setattr(self.controls[name], option, value)  # a value past it is moved to it
+        self.values = {name: control.value for name, control in self.controls.items()}
         try:
-            self.image.value = _png(self.draw(**self.values))
+            png, _ = _png(self.draw(**self.values))
+            self._set_image(png)
             self.message.value = ""
         except Exception as error:
             told = html.escape(f"{type(error).__name__}: {message_of(error)}")
@@ -113,12 +145,21 @@ def progress_map(rows: Sequence[DayStatus]) -> tuple[str, str]:
     plain = text_table(("day", "title", "exercises", "state"), cells)
     parts = []
     for phase, name in enumerate(PHASES):
-        pills = "".join(_pill(row) for row in rows if row.info.phase == phase)
         parts.append(
-            f'<div style="margin:0.8em 0 0.2em;{QUIET}">Phase {phase} · {html.escape(name)}</div>'
-            f'<div style="display:flex;flex-wrap:wrap;gap:6px">{pills}</div>'
+            f'<div style="margin:1em 0 0;font-weight:600">Phase {phase} · {html.escape(name)}</div>'
         )
+        mine = [row for row in rows if row.info.phase == phase]
+        for week, days in groupby(mine, key=lambda row: row.info.week):
+            pills = "".join(map(_pill, days))
+            heading = f"Week {week}" if week else "First of all"
+            parts.append(
+                f'<div style="margin:0.5em 0 0.2em;{QUIET}">{heading}</div>'
+                f'<div style="display:flex;flex-wrap:wrap;gap:6px">{pills}</div>'
+            )
     return plain, "".join(parts)
+
+
+LINK = "color:var(--jp-content-link-color,#0072B2);text-decoration:underline"
 
 
 def _pill(row: DayStatus) -> str:
@@ -126,8 +167,9 @@ def _pill(row: DayStatus) -> str:
     quiet = ";opacity:0.65" if not row.out else ""
     title = f"<b>{row.info.number}</b> {html.escape(row.info.title)}"
     if row.out:
-        title = f'<a href="{row.info.notebook}" style="color:inherit">{title}</a>'
-    state = row.words + (f" · {row.count} exercises" if row.count else "")
+        title = f'<a href="{row.info.notebook}" style="{LINK}">{title}</a>'
+    exercises = "exercise" if row.total == 1 else "exercises"
+    state = row.words + (f" · {row.count} {exercises}" if row.out and row.count else "")
     return (
         f'<div style="width:11.5em;padding:0.4em 0.6em;border:1px solid {edge};'
         f"border-left:5px solid {edge};border-radius:4px;color:inherit;"
@@ -136,15 +178,15 @@ def _pill(row: DayStatus) -> str:
     )
 
 
-def _png(figure: Any) -> bytes:
-    """A figure as PNG, without the drawing library's version in it; the figure is closed."""
+def _png(figure: Any) -> tuple[bytes, str]:
+    """A figure as PNG, and its alt text; the figure is closed."""
     from matplotlib import pyplot
 
-    buffer = io.BytesIO()
+    from nanoserve.course.plots import Plot, compact_png
+
     try:
-        figure.savefig(
-            buffer, format="png", dpi=DPI, bbox_inches="tight", metadata={"Software": None}
-        )
+        if isinstance(figure, Plot):
+            return figure.png(), figure.description()
+        return compact_png(figure, bbox_inches="tight"), ""
     finally:
         pyplot.close(figure)
-    return buffer.getvalue()

@@ -1,4 +1,4 @@
-"""Which engine runs the kernel here, what is refused before it starts, and the launch."""
+"""The choice of a backend for paged attention, the checks of its arguments, and the launch."""
 
 import os
 import warnings
@@ -12,14 +12,15 @@ import torch
 from nanoserve.kernels import tlsim
 from nanoserve.kernels.paged_attention import paged_attention_kernel
 from nanoserve.kernels.reference import paged_attention_reference
+from nanoserve.kernels.sizes import next_power_of_2
 
 BACKENDS = ("triton", "tlsim", "reference")
-LEAST_CAPABILITY = (7, 5)  # a T4: older cards Triton does not support
+LEAST_CAPABILITY = (7, 5)  # that of a T4; Triton does not support older GPUs
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def has_triton() -> bool:
-    """Whether Triton can be imported here: it is made for Linux alone."""
+    """Whether Triton can be imported. Triton is published for Linux alone."""
     try:
         import triton
     except ImportError:
@@ -28,10 +29,10 @@ def has_triton() -> bool:
 
 
 def select_backend(device: torch.device | str) -> str:
-    """ "triton" for tensors on a card that Triton compiles for, "tlsim" anywhere else.
+    """The backend for tensors on a device: "triton" on a GPU that Triton supports, else "tlsim".
 
-    use_backend and NANOSERVE_BACKEND override it; then "reference" is a third answer. Raises
-    ValueError for an override that is none of BACKENDS, or that cannot run on the device.
+    use_backend and NANOSERVE_BACKEND override the choice, with any of BACKENDS. Raises ValueError
+    for an override that is not in BACKENDS or cannot run on the device.
     """
     device = torch.device(device)
     override = _override.get() or os.environ.get("NANOSERVE_BACKEND")
@@ -50,7 +51,7 @@ def select_backend(device: torch.device | str) -> str:
 
 
 def why_not_triton(device: torch.device) -> str | None:
-    """What keeps Triton from running on a device, or None."""
+    """The reason why Triton cannot run on a device; None where it can."""
     if not has_triton():
         return "Triton cannot be imported"
     if type(paged_attention_kernel).__name__ == "InterpretedFunction":
@@ -66,7 +67,7 @@ def why_not_triton(device: torch.device) -> str | None:
 
 @contextmanager
 def use_backend(name: str) -> Iterator[None]:
-    """Run all paged attention within by one backend of BACKENDS, for experiments."""
+    """Run paged attention with one backend of BACKENDS inside a `with` block, for experiments."""
     _check_name(name)
     token = _override.set(name)
     try:
@@ -97,10 +98,11 @@ def check_attention(
     n_rep: int,
     check_slots: bool | None = None,
 ) -> None:
-    """Refuse, with a ValueError that names it, what a kernel would turn into plausible numbers.
+    """Raise a ValueError that names the argument, where a kernel would compute a wrong result.
 
-    The slots themselves are read on the CPU alone, since reading them on a card would wait for it;
-    `check_slots`, or NANOSERVE_CHECK_SLOTS=1, asks for it there too.
+    Checks shapes, dtypes, devices and head_dim's stride. The values in slot_mapping are checked on
+    a CPU only: reading them on a GPU waits for the GPU. `check_slots=True`, or
+    NANOSERVE_CHECK_SLOTS=1, checks them on a GPU too.
     """
     if q.dim() != 4 or q.shape[0] != 1:
         raise ValueError(f"q must be [1, n_q, query_len, head_dim], got {list(q.shape)}")
@@ -123,12 +125,14 @@ def check_attention(
         )
     kv_len = len(slot_mapping)
     if not 1 <= query_len <= kv_len:
-        raise ValueError(f"q has {query_len} positions and slot_mapping {kv_len}, theirs included")
+        raise ValueError(
+            f"q has {query_len} positions and slot_mapping {kv_len}: the mapping includes q's own"
+        )
+    if q.dtype not in DTYPES:
+        raise ValueError(f"q is {q.dtype}, and must be float32, float16 or bfloat16")
     for name, x in (("q", q), ("k_pool", k_pool), ("v_pool", v_pool)):
-        if x.dtype not in DTYPES or x.dtype != q.dtype:
-            raise ValueError(
-                f"{name} is {x.dtype} and q {q.dtype}: one of float32, float16, bfloat16"
-            )
+        if x.dtype != q.dtype:
+            raise ValueError(f"{name} is {x.dtype} and q {q.dtype}: all must be the same")
         if x.stride(-1) != 1:
             raise ValueError(f"{name}'s head_dim must be contiguous, its stride is {x.stride(-1)}")
     for name, x in (("k_pool", k_pool), ("v_pool", v_pool), ("slot_mapping", slot_mapping)):
@@ -153,11 +157,15 @@ def launch(
     scale: float | None = None,
     tile: int = 128,
 ) -> torch.Tensor:
-    """Launch paged_attention_kernel, as Triton or tlsim made it, over queries and heads.
+    """Launch paged_attention_kernel, jitted by Triton or by tlsim: a program per query and head.
 
-    Arguments and result as for paged_attention_reference; `tile` keys per turn, a power of two.
+    Arguments and result as for paged_attention_reference, and any strides of q and the pools but
+    the last; `tile` is the number of keys in one iteration of the kernel's loop, a power of two.
     """
     _, n_q, query_len, head_dim = q.shape
+    # The kernel reads the mapping at stride 1. Copying a strided one costs 8 bytes a token, where
+    # a key and a value cost hundreds; the engine's own mapping is contiguous and not copied.
+    slot_mapping = slot_mapping.contiguous()
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     kernel[(query_len, n_q)](
         q,
@@ -174,7 +182,7 @@ def launch(
         *out.stride()[1:3],
         N_REP=n_rep,
         HEAD_DIM=head_dim,
-        BLOCK_D=tlsim.next_power_of_2(head_dim),
+        BLOCK_D=next_power_of_2(head_dim),
         TILE=tile,
     )
     return out
@@ -188,7 +196,10 @@ def paged_attention_triton(
     n_rep: int,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """The kernel as Triton compiles it (or interprets it, under TRITON_INTERPRET=1)."""
+    """Paged attention by Triton, compiled, or interpreted where TRITON_INTERPRET=1 was set.
+
+    Arguments and result as for paged_attention_reference; ValueError as for check_attention.
+    """
     check_attention(q, k_pool, v_pool, slot_mapping, n_rep)
     with torch.cuda.device_of(q):
         return launch(paged_attention_kernel, q, k_pool, v_pool, slot_mapping, n_rep, scale)
@@ -202,17 +213,20 @@ def paged_attention_tlsim(
     n_rep: int,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """The same kernel under tlsim, its checks off: they are for those who write kernels."""
+    """Paged attention by the same kernel under tlsim, with tlsim's checks off for speed.
+
+    Arguments and result as for paged_attention_reference; ValueError as for check_attention.
+    """
     check_attention(q, k_pool, v_pool, slot_mapping, n_rep)
     programs = min(q.shape[1] * q.shape[2], 512)
-    tile = tlsim.next_power_of_2(min(len(slot_mapping), 512, LANES // programs))
+    tile = next_power_of_2(min(len(slot_mapping), 512, LANES // programs))
     with tlsim.options(checks=False, wave=512):
         kernel = _simulated(paged_attention_kernel)
         return launch(kernel, q, k_pool, v_pool, slot_mapping, n_rep, scale, tile)
 
 
-_simulated = cache(tlsim.jit)  # each kernel is read once
-LANES = 1 << 15  # keys in the tiles of programs side by side: what the processor's cache holds
+_simulated = cache(tlsim.jit)  # reads the source of a kernel once
+LANES = 1 << 15  # keys in the tiles of all programs of a wave, so that they fit the CPU's cache
 
 
 def paged_attention_dispatch(
@@ -223,10 +237,10 @@ def paged_attention_dispatch(
     n_rep: int,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Attention through a slot mapping, by whatever select_backend finds for q's device.
+    """Paged attention by the backend that select_backend chooses for q's device.
 
-    Arguments and result as for paged_attention_reference, whose tolerance every backend keeps.
-    Raises ValueError for what check_attention refuses.
+    Arguments and result as for paged_attention_reference, within `tolerance` of it for every
+    backend. Raises ValueError as check_attention and select_backend do.
     """
     backend = select_backend(q.device)
     if backend == "triton":

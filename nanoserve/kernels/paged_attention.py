@@ -1,9 +1,9 @@
-"""Attention through a slot mapping as one Triton kernel: a program per query position and head."""
+"""Paged attention as one Triton kernel: one program per query position and query head."""
 
 try:
     import triton
     import triton.language as tl
-except ImportError:  # macOS and Windows have no Triton: tlsim takes its place
+except ImportError:  # macOS and Windows have no Triton: tlsim replaces it
     from nanoserve.kernels import tlsim as triton
     from nanoserve.kernels.tlsim import language as tl
 
@@ -18,7 +18,7 @@ def paged_attention_kernel(
     scale,
     query_len,
     kv_len,
-    q_head,  # strides, in elements; head_dim's are 1
+    q_head,  # strides, in elements; head_dim's and slot_ptr's are 1
     q_seq,
     k_slot,
     k_head,
@@ -29,10 +29,13 @@ def paged_attention_kernel(
     N_REP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,  # head_dim, padded to a power of two
-    TILE: tl.constexpr,  # keys per turn of the loop
+    TILE: tl.constexpr,  # keys in one iteration of the loop
 ):
-    """One query of one head attends to the keys before it, TILE at a time (Milakov and Gimelshein
-    2018): m is the largest score so far, l the sum of exp(score - m), acc that sum of values."""
+    """Attention of one query of one head over the keys up to its own, TILE keys at a time.
+
+    Streaming softmax (Milakov and Gimelshein 2018): m is the largest score so far, l the sum of
+    exp(score - m), acc the sum of exp(score - m) * value.
+    """
     query = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
     kv_head = head // N_REP
@@ -41,14 +44,14 @@ def paged_attention_kernel(
 
     q = tl.load(q_ptr + head * q_head + query * q_seq + dim, mask=in_head, other=0.0)
     q = q.to(tl.float32) * scale  # [BLOCK_D]
-    visible = kv_len - query_len + query + 1  # the keys up to the query's own
+    visible = kv_len - query_len + query + 1  # number of keys up to the query's own
     m = float("-inf")
     l = 0.0
     acc = tl.zeros((BLOCK_D,), tl.float32)
     for start in range(0, visible, TILE):
         position = start + tl.arange(0, TILE)
-        held = position < kv_len  # the last tile is ragged
-        # int64: past slot 2,097,151 eight heads of 128 channels are beyond 32 bits
+        held = position < kv_len  # false in the last tile, behind the last key
+        # int64: with eight heads of 128 channels, offsets pass 32 bits at slot 2,097,152
         slot = tl.load(slot_ptr + position, mask=held, other=0).to(tl.int64)
         mask = held[:, None] & in_head[None, :]
         k = tl.load(k_ptr + (slot * k_slot + kv_head * k_head)[:, None] + dim[None, :], mask, 0.0)
@@ -57,11 +60,11 @@ def paged_attention_kernel(
         score = tl.sum(q[None, :] * k.to(tl.float32), axis=1)  # [TILE]
         score = tl.where(position < visible, score, float("-inf"))
         m_new = tl.maximum(m, tl.max(score, axis=0))
-        alpha = tl.exp(m - m_new)  # shrinks what was summed under the old maximum
+        alpha = tl.exp(m - m_new)  # rescales the sums made with the old maximum
         p = tl.exp(score - m_new)
         l = l * alpha + tl.sum(p, axis=0)
         acc = acc * alpha + tl.sum(p[:, None] * v.to(tl.float32), axis=0)
         m = m_new
 
     out = out_ptr + head * out_head + query * out_seq + dim
-    tl.store(out, acc / l, mask=in_head)  # cast to out's dtype
+    tl.store(out, acc / l, mask=in_head)  # stored in out's dtype

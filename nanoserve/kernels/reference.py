@@ -1,18 +1,18 @@
-"""The oracle of the paged read: an explicit sum over keys and values gathered by slot."""
+"""The oracle of paged attention: gather keys and values by slot, then the explicit sum."""
 
 import torch
 
 from nanoserve.layers import sdpa
 
-ATOL, RTOL = 1e-5, 1e-4  # how far a float32 backend may be from the oracle
+ATOL, RTOL = 1e-5, 1e-4  # how far a float32 result may be from the oracle's
 
 
 def tolerance(dtype: torch.dtype) -> tuple[float, float]:
-    """(atol, rtol) for a backend's output in dtype, against the oracle on the same inputs.
+    """(atol, rtol) for a backend's output in `dtype`, compared with the oracle on the same inputs.
 
-    In float16 and bfloat16 the oracle of several queries rounds them, its scores and its weights to
-    the dtype (one query alone attends in float32), and a kernel need not round any: two units of
-    the dtype's precision, of a value of order 1 and relative.
+    In float16 and bfloat16 both are two units of the dtype's precision (eps). With several queries
+    the oracle rounds queries, scores and weights to the dtype; a kernel may keep float32. A single
+    query is computed in float32 by the oracle too.
     """
     if dtype == torch.float32:
         return ATOL, RTOL
@@ -27,12 +27,12 @@ def paged_attention_reference(
     n_rep: int,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Causal attention over keys and values that lie scattered in a pool.
+    """Causal attention over keys and values in the slots of a pool.
 
     q [1, n_q, query_len, head_dim]; k_pool, v_pool [num_slots, n_kv, head_dim]; slot_mapping
-    [kv_len], the slot of each position, oldest first, the queries being the last query_len of them;
+    [kv_len], the slot of each position, oldest first; the queries are the last query_len positions;
     n_rep = n_q // n_kv; scale defaults to head_dim ** -0.5 -> [1, n_q, query_len, head_dim].
-    torch.equal to sdpa over the same keys and values laid out contiguously.
+    The result is torch.equal to sdpa over contiguous copies. Raises ValueError for a wrong n_rep.
     """
     n_q, n_kv = q.shape[1], k_pool.shape[1]
     if n_q != n_kv * n_rep:

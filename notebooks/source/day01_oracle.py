@@ -99,14 +99,14 @@ from nanoserve.fetch import resolve
 # lands in nanoserve/oracle.py: Activation, Oracle, _Streamer, load_oracle
 @dataclass(frozen=True)
 class Activation:
-    """What went into a module and what came out, as a hook saw it."""
+    """The first input and the output of a module, captured by a hook."""
 
     input: torch.Tensor
     output: torch.Tensor
 
 
 class Oracle:
-    """A reference model that answers the three questions the course asks of it."""
+    """A reference model: logits, greedy generation and activations."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.model = model.eval()
@@ -127,7 +127,7 @@ class Oracle:
     ) -> list[int]:
         """The greedy continuation of a prompt: at most max_tokens ids, an end token included.
 
-        on_token is called with each as it comes; with stop=False an end token ends nothing.
+        Calls on_token with each id. With stop=False, generation continues after an end token.
         """
         prompt = torch.tensor([list(ids)], device=self.model.device)
         out = self.model.generate(
@@ -137,17 +137,15 @@ class Oracle:
             do_sample=False,
             use_cache=use_cache,
             streamer=None if on_token is None else _Streamer(on_token),
-            pad_token_id=0,  # for batches; here only to keep generate from warning
-            **(
-                {} if stop else {"eos_token_id": self.model.config.vocab_size}
-            ),  # one that never comes
+            pad_token_id=0,  # only to avoid a warning: one sequence needs no padding
+            **({} if stop else {"eos_token_id": self.model.config.vocab_size}),  # no such token
         )
         return out[0, prompt.shape[1] :].tolist()
 
     @torch.no_grad()
     def capture(self, ids: torch.Tensor, names: Iterable[str]) -> dict[str, Activation]:
         """Run ids [batch, seq] and return the activations of modules, by names such as
-        "model.layers.0.mlp". Raises ValueError for a name that the model has not."""
+        "model.layers.0.mlp". Raises ValueError for a name that the model lacks."""
         modules = dict(self.model.named_modules())
         seen: dict[str, Activation] = {}
         with ExitStack() as hooks:
@@ -171,7 +169,7 @@ class Oracle:
 
 
 class _Streamer:
-    """What transformers calls a streamer: first it is given the prompt, then each token."""
+    """transformers calls put() with the prompt, then with each token."""
 
     def __init__(self, on_token: Callable[[int], None]) -> None:
         self._on_token, self._prompt_seen = on_token, False
@@ -248,6 +246,8 @@ today.widget("work")
 # ## Your turn: the work of one token
 #
 # How much arithmetic is that? A `config` holds the sizes of a model:
+#
+# After a kernel restart, run the cells above first (Run → Run All Above Selected Cell).
 
 # %%
 from nanoserve.config import load_config
@@ -351,7 +351,8 @@ assert 2 < growth < 60
 # If the time depended on this arithmetic alone, it would follow the dashed line. The line is drawn
 # through the last point.
 
-# %%
+# %% jupyter={"source_hidden": true}
+# Draws the plot: the time of the next token, by the length of the text
 from nanoserve.course.plots import COLOURS, figure, label_line, line, log2_axis, prediction_marker
 
 fig, ax = figure(xlabel="tokens of text", ylabel="milliseconds for the next token")

@@ -11,9 +11,9 @@
 #
 # Week 2 · Phase 1, correct generation · you need: Day 7 (one block)
 #
-# **Today** you stack thirty blocks between an embedding and a head, and have a model: token ids in,
-# logits out. Then you hold all of it to the oracle, on the real weights and on families of models
-# that you have never run.
+# **Today** you put thirty blocks between an embedding and a head, and have a model: token ids in,
+# logits out. Then you compare all of it with the oracle, on the real weights and on families of
+# models that you have not run before.
 
 # %% jupyter={"source_hidden": true}
 # Set-up: on Colab, installs nanoserve in a minute or two. In your own clone it does nothing.
@@ -42,10 +42,10 @@ today.picture("forward-pass")
 # %% [markdown]
 # ## Why it matters
 #
-# Until now each part was fed with the oracle's own input, so that no error could travel. From today
-# on a part gets what the parts before it made. Small differences add up over thirty blocks, and a
-# mistake anywhere shows at the end. That makes the last number, the logits, the strictest test of
-# all, and the only one that a user ever feels.
+# Until now each part got the oracle's own input, so errors could not add up. From today on each part
+# gets the output of the parts before it. Small differences add up over thirty blocks, and a mistake
+# anywhere shows at the end. That makes the logits the strictest test so far, and they are also what
+# a user notices.
 
 # %%
 today.glossary("embedding", "logits", "tied head", "final norm", "forward pass", "logit lens")
@@ -54,12 +54,12 @@ today.glossary("embedding", "logits", "tied head", "final norm", "forward pass",
 # ## Four steps
 #
 # 1. **Embedding**: each id picks its row from a table, `[batch, seq]` to `[batch, seq, 576]`.
-# 2. **Blocks**: thirty times, the output of one being the input of the next.
-# 3. **Final norm**: the only norm that the stream itself passes through.
+# 2. **Blocks**: thirty of them; the output of one is the input of the next.
+# 3. **Final norm**: the only norm that is applied to the stream itself.
 # 4. **Head**: one product with a matrix of 49,152 rows, a score for every token of the vocabulary.
 #
-# In SmolLM2 the head is the embedding used again, a **tied head**: the loader of Day 2 has put the
-# same tensor under both names.
+# In SmolLM2 the head is the embedding, used a second time: a **tied head**. The loader of Day 2 puts
+# the same tensor under both names.
 
 # %%
 from pathlib import Path
@@ -80,7 +80,8 @@ print("tied:", weights["lm_head.weight"] is weights["model.embed_tokens.weight"]
 # %% [markdown]
 # ## Your turn: `_layer`
 #
-# `block` wants one layer's weights under names without a number. So sort the names:
+# `block` takes one layer's weights, by names without a number. So pick one layer's names and shorten
+# them:
 #
 # | in `weights` | for layer 3 |
 # | --- | --- |
@@ -88,8 +89,10 @@ print("tied:", weights["lm_head.weight"] is weights["model.embed_tokens.weight"]
 # | `model.layers.3.self_attn.q_proj.bias`, if there is one | `self_attn.q_proj.bias` |
 # | any other name | left out |
 #
-# The tensors stay the very same objects. It is one line, with one trap for layer 1. Stuck?
-# `today.hint()` looks at the case that failed.
+# Keep the very same tensors, without a copy. It is one line, with one trap for layer 1. If you are
+# stuck: `today.hint()`.
+#
+# After a kernel restart, run the cells above first (Run → Run All Above Selected Cell).
 
 
 # %%
@@ -99,6 +102,9 @@ def _layer(weights: dict[str, torch.Tensor], i: int) -> dict[str, torch.Tensor]:
 
 
 today.check(_layer)
+
+# %% [markdown]
+# The cell below holds the package's version; from here on this notebook uses it.
 
 
 # %% jupyter={"source_hidden": true}
@@ -112,10 +118,10 @@ def _layer(weights: dict[str, torch.Tensor], i: int) -> dict[str, torch.Tensor]:
 # %% [markdown]
 # ## What a model is
 #
-# A config and a dictionary, nothing more: no modules, no registry. The constructor sorts the layers
-# once. `_rope` keeps the tables of Day 4 and doubles them when a text outgrows them, so that they are
-# not computed anew at each call. It also refuses what the model was never made for, a position past
-# its context.
+# A model is a config and a dictionary of weights: no modules, no registry. The constructor calls
+# `_layer` once for each layer. `_rope` stores the tables of Day 4 and doubles them when a text is
+# longer, so that they are not computed again in each call. It raises ValueError for a position past
+# the model's context.
 
 
 # %% jupyter={"source_hidden": true}
@@ -138,7 +144,7 @@ class Model:
         return self.weights["lm_head.weight"].dtype
 
     def _rope(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin of positions start to stop; the tables double when they are outgrown."""
+        """cos and sin of positions start to stop. The tables double when they are too short."""
         if stop > self.config.context:
             raise ValueError(
                 f"position {stop - 1} is past the model's context of {self.config.context}"
@@ -152,9 +158,9 @@ class Model:
 # %% [markdown]
 # ## Your turn: `hidden`
 #
-# Steps 1 to 3. It will be a method, so its first argument is a model:
+# Steps 1 to 3. It is a method, so its first argument is a model:
 #
-# | you have | it is |
+# | name | meaning |
 # | --- | --- |
 # | `self.weights` | the tensors by name; here `model.embed_tokens.weight` and `model.norm.weight` |
 # | `self.layers` | a list with a dictionary for each block |
@@ -162,8 +168,10 @@ class Model:
 # | `self._rope(start, stop)` | cos and sin of the positions from `start` to `stop - 1` |
 # | `F.embedding(ids, table)` | the rows of a table |
 #
-# Without a cache the positions begin at 0. With one (Day 11) they begin at `cache.seq_len`, the
-# number of tokens that it holds. Every block gets the cache and its own number.
+# Without a cache the positions begin at 0. With a cache (Day 11) they begin at `cache.seq_len`, the
+# number of tokens that the cache holds. Pass every block the cache and its own number.
+#
+# After a kernel restart, run the cells above first (Run → Run All Above Selected Cell).
 
 
 # %%
@@ -175,8 +183,9 @@ def hidden(self, ids, cache=None):
 today.check(hidden)
 
 # %% [markdown]
-# The engine's version first refuses ids that cannot be right: a float where a number of a token is
-# wanted, or a missing batch axis, would otherwise fail somewhere deep inside, or not at all.
+# The cell below holds the package's version; from here on this notebook uses it.
+# It begins with a check of the ids: floats, or ids without a batch axis, would otherwise fail deep
+# inside the model, or not at all.
 
 
 # %% jupyter={"source_hidden": true}
@@ -197,7 +206,7 @@ class Model(Model):
             raise ValueError(
                 f"ids must be integers [batch, seq], got {ids.dtype} {list(ids.shape)}"
             )
-        if ids.device.type == "cpu":  # elsewhere reading them would stall the stream
+        if ids.device.type == "cpu":  # on a GPU, reading them would wait for all queued work
             low, high = (int(i) for i in ids.aminmax())
             if low < 0 or high >= self.config.vocab_size:
                 raise ValueError(
@@ -209,8 +218,10 @@ class Model(Model):
 # %% [markdown]
 # ## Your turn: `head`
 #
-# Step 4, and the shortest exercise of the course. `[..., hidden]` in, `[..., vocab]` out, with the
-# matrix `lm_head.weight`. Think of models whose head is not tied.
+# Step 4, and the shortest exercise of the course: `[..., hidden]` in, `[..., vocab]` out. Multiply with
+# the head's matrix, not with the embedding: in other models the two differ.
+#
+# After a kernel restart, run the cells above first.
 
 
 # %%
@@ -222,8 +233,10 @@ def head(self, hidden):
 today.check(head)
 
 # %% [markdown]
-# Why are `hidden` and `head` two methods? The head is a fifth of all weights, and to choose the next
-# token only the last position needs it. Day 9 calls them one by one.
+# The cell below holds the package's version; from here on this notebook uses it.
+#
+# Why are `hidden` and `head` two methods? The head is a fifth of all weights, and choosing the next
+# token needs it for the last position only. Day 9 calls the two one by one.
 
 
 # %% jupyter={"source_hidden": true}
@@ -232,8 +245,9 @@ class Model(Model):
     def __call__(self, ids: torch.Tensor, cache: Cache | None = None) -> torch.Tensor:
         """Logits of the token after each position: ids [batch, seq] -> [batch, seq, vocab].
 
-        With a cache (batch 1), ids are the tokens that follow those it holds, and it keeps theirs.
-        Raises ValueError for ids of another shape or type, and past the model's context.
+        With a cache (batch 1), ids are the tokens after those in the cache, and their keys and
+        values are added to the cache. Raises ValueError for ids of another shape or type, and for
+        positions past the model's context.
         """
         return self.head(self.hidden(ids, cache))
 
@@ -267,14 +281,14 @@ print(list(ids.shape), "->", list(logits.shape))
 print(repr(tokenizer.decode([int(logits[0, -1].argmax())])))
 
 # %% [markdown]
-# It speaks. As Day 1 said, that proves nothing.
+# The answer is right. As Day 1 said, one right answer proves nothing.
 #
 # ## Prove it
 #
-# The gate: on the real model, no logit may differ from the oracle's by more than 1e-5 of the largest
-# logit. Why not 1e-5 flat? float32 keeps seven digits *of the largest number in a sum*, and two right
-# programs that add in another order differ in the last of them. `transformers` with its two ways of
-# computing attention differs from itself by that much.
+# The check: on the real model, no logit may differ from the oracle's by more than 1e-5 of the largest
+# logit. Why a share of the largest, and not a fixed number? float32 keeps about seven digits *of the
+# largest number in a sum*, and two right programs that add in another order differ in the last of
+# them. (`transformers` has two implementations of attention, and their logits differ a little too.)
 
 # %%
 from nanoserve.oracle import load_oracle
@@ -301,10 +315,10 @@ for text in texts:
     assert off < 1e-5
 
 # %% [markdown]
-# One checkpoint exercises one path. It has no biases, no norm on its queries, a tied head and nine
-# heads over three. Other families differ in just these things, so make some: tiny models with random
-# weights, written to disk by `transformers` and loaded by you. Random is good here, because every
-# weight matters and none is close to 0 by training.
+# One checkpoint tests one combination: no biases, no norm on the queries, a tied head, nine query heads
+# over three KV heads. Other families differ in these points, so make some: tiny models with random
+# weights, which `transformers` writes to disk and your loader reads. Random weights are good for a
+# test: none of them is zero or one, so leaving any of them out changes the result.
 
 # %%
 import tempfile
@@ -341,10 +355,10 @@ for family, options in (
     assert off < 1e-5
 
 # %% [markdown]
-# Biases on q, k and v (Qwen2), a norm on each query and key (Qwen3), heads whose sizes do not add up
-# to the hidden size, one KV head for all: the same four steps, and the same agreement.
+# Biases on q, k and v (Qwen2), a norm on each query and key (Qwen3), a head size that is no fraction of
+# the hidden size, one KV head for all queries: the same four steps, and they agree as well.
 #
-# Two things that must not pass silently:
+# Two kinds of bad input must raise an error, and not give numbers:
 
 # %%
 for bad in (torch.zeros(1, 3), torch.zeros(1, 8_193, dtype=torch.long)):
@@ -356,22 +370,24 @@ for bad in (torch.zeros(1, 3), torch.zeros(1, 8_193, dtype=torch.long)):
 # %% [markdown]
 # ## Measure it: when does the model know?
 #
-# The stream has the same shape after every block. So stop early, norm it, hand it to the head, and
-# ask what the model would say *by now*. That trick is called the **logit lens** (nostalgebraist,
-# 2020). Blocks are counted from 1 here.
+# The stream has the same shape after every block. So take it after any block, norm it, and apply the
+# head: that gives the logits of a model that stops there. This is called the **logit lens**
+# (nostalgebraist, 2020). Blocks are counted from 1 here.
 
 # %%
 today.predict(
     "paris",
-    'After which of the 30 blocks is " Paris" ranked first for the first time? (1 to 30)',
+    'After which of the 30 blocks is " Paris" ranked first for the first time?',
     guess=None,
+    low=1,
+    high=30,
 )
 
 
 # %%
 @torch.no_grad()
 def lens(text: str) -> torch.Tensor:
-    """The logits that each block would give for the next token: [layers, vocab]."""
+    """The logits of the next token, computed from the stream after each block: [layers, vocab]."""
     ids = torch.tensor([tokenizer.encode(text)])
     cos, sin = rope_tables(model.config, ids.shape[1])
     x, rows = F.embedding(ids, model.weights["model.embed_tokens.weight"]), []
@@ -383,17 +399,22 @@ def lens(text: str) -> torch.Tensor:
 
 
 by_block = lens(prompt)
-print("the last block's are the model's:", torch.allclose(by_block[-1], logits[0, -1], atol=1e-3))
+same = apart(by_block[-1], logits[0, -1]) < 1e-5
+print("the last block's are the model's, within 1e-5 of the largest:", same)
+assert same
 for number in (1, 4, 12, 20, 27, 28, 29, 30):
     best = int(by_block[number - 1].argmax())
     share = by_block[number - 1].softmax(-1)[best]
     print(f"after block {number:2}: {tokenizer.decode([best])!r:12} with probability {share:.2f}")
+firsts = [tokenizer.decode([i]) for i in by_block.argmax(-1).tolist()]
+assert firsts.index(" Paris") == 29 and firsts[28] == " capital"
 
 # %% [markdown]
-# It takes until the very last block, and one before the end the favourite is " capital". But being
-# first is a coarse measure. Where in the ranking of 49,152 tokens does the right answer stand?
+# " Paris" is first only after the last block; one block before it, " capital" is first. But first
+# place is a coarse measure. Which rank has the model's answer, among 49,152 tokens, after each block?
 
-# %%
+# %% jupyter={"source_hidden": true}
+# Draws the plot: The logit lens
 from nanoserve.course.plots import COLOURS, figure, label_line, prediction_marker
 
 fig, ax = figure(
@@ -411,24 +432,24 @@ for number, (text, colour) in enumerate(prompts.items()):
     ranks = (rows > rows[:, answer : answer + 1]).sum(-1) + 1
     ax.plot(range(1, 31), ranks.tolist(), color=colour, marker="o", markersize=4)
     label_line(ax, 30.2, 1.2 * 3.2**number, tokenizer.decode([answer]).strip(), colour)
+    assert ranks[:18].min() > 1_000 and ranks[:27].min() > 1 and ranks[29] == 1
 ax.set_yticks(*zip(*((10**n, f"{10**n:,}") for n in range(5)), strict=True))
 if guess := today.guess("paris"):
     prediction_marker(ax, guess, 1, where="below")
 fig
 
 # %% [markdown]
-# Read it from left to right. For two thirds of the way the answer stands in the crowd, between places
-# 1,000 and 5,000: those blocks work out what is being asked. From block 20 on it climbs steeply, and first
-# place comes in the last block or two. No single block knows the answer; each one pushes the stream a
-# little further towards it.
+# Read it from left to right. In the first 18 blocks the answer stands below rank 1,000. After that it
+# climbs, and it reaches first place in one of the last three blocks. No single block produces the
+# answer; many blocks move the stream towards it.
 #
-# What the plot does not show: the lens reads every block as if it were the last one, though an early
-# block writes for later ones and owes the head nothing. A low rank early on may be a language that
-# the head cannot read yet. Three prompts, one small model.
+# The limits of this plot: the lens applies the head after every block, although early blocks prepare
+# the input of later blocks and not of the head. So a poor rank early on does not prove that the
+# answer is not in the stream yet. Three prompts, one small model.
 #
 # ## With your own code
 #
-# Whatever passed today runs the engine: your names, your stack, your head.
+# The engine runs with those of your answers that passed: your names, your stack, your head.
 
 # %% tags=["nbval-ignore-output"]
 from nanoserve import LLM, SamplingParams
@@ -441,17 +462,18 @@ assert answer.text.startswith(" cold")
 # %% [markdown]
 # ## What you learned
 #
-# 1. **A model is a config and a dictionary.** Four steps turn ids into logits, and none is long.
-# 2. **Hold the end to the oracle, on more than one model.** A checkpoint tests only the paths it uses.
-# 3. **The answer is made late.** The stream carries the question through most of the blocks, and the
-#    last few turn it into a word.
+# 1. **A model is a config and a dictionary.** Four short steps turn ids into logits.
+# 2. **Compare the logits with the oracle's, on more than one model.** A checkpoint tests only the
+#    features it has.
+# 3. **The answer comes late.** On our prompts the head ranks it first only in the last few blocks.
 #
 # ## Tomorrow
 #
-# You have the scores for the next token. Day 9 takes the best one, appends it and asks again, and
-# holds 64 tokens in a row to the oracle's: one wrong token, and everything after it is wrong too.
+# You have the scores of the next token. Day 9 takes the best one, appends it and runs again, and
+# compares up to 64 tokens in a row with the oracle's: after one wrong token, all later ones are wrong
+# too.
 #
-# **In one paragraph.** An embedding, thirty blocks, a norm and one large matrix: the model is whole,
-# and its logits are the oracle's to 1e-5 of the largest, on code, digits, Japanese and prose. So are
-# those of tiny random Llamas and Qwens, which use what SmolLM2 leaves unused. Reading the stream
-# after every block showed how the answer arrives: not at all for twenty blocks, and then quickly.
+# **In one paragraph.** An embedding, thirty blocks, a norm and one large matrix: the model is complete,
+# and its logits are the oracle's within 1e-5 of the largest, on code, digits, Japanese and prose. So
+# are the logits of tiny random Llamas and Qwens, which have what SmolLM2 has not. The logit lens
+# showed how the answer arrives: slowly at first, and first in rank only in the last few blocks.

@@ -11,9 +11,9 @@
 #
 # Week 3 · Phase 1, correct generation · you need: Day 9 (the greedy loop)
 #
-# **Today** the engine learns to draw lots. You write the four ways in which every chat service
-# shapes the draw, temperature, top-k, top-p and min-p, and prove them equal to the oracle's, ties
-# and edges included.
+# **Today** the engine chooses at random. You write the four functions that shape the draw:
+# temperature, top-k, top-p and min-p. Then you compare them with the oracle's, ties and edges
+# included.
 
 # %% jupyter={"source_hidden": true}
 # Set-up: on Colab, installs nanoserve in a minute or two. In your own clone it does nothing.
@@ -42,14 +42,12 @@ today.picture("sampling-masks")
 # %% [markdown]
 # ## Why it matters
 #
-# Greedy takes the largest logit every time. Ask twice, and it says the same. Ask for a story, and it
-# walks in circles. And where two tokens are nearly equal, it treats the second as if it were the
-# worst.
+# Greedy takes the largest logit every time. The same prompt always gives the same text, and long texts
+# often repeat themselves. And where two tokens are nearly equal, greedy never takes the second.
 #
-# The model does not say "this token". It says how probable *each* token is. **Sampling** takes it at
-# its word: draw the next token, each with its probability. But that gives 49,152 tokens a chance at
-# every step, and most of them are nonsense. So the tail is cut off first, and there are several ways
-# to cut.
+# A model gives a probability for *each* token. **Sampling** uses all of them: it draws the next token,
+# each with its probability. But then 49,152 tokens can be drawn at every step, and most of them are
+# nonsense there. So the improbable ones are removed first, and there are several rules for that.
 #
 # The words of the day:
 
@@ -57,14 +55,18 @@ today.picture("sampling-masks")
 today.glossary()
 
 # %% [markdown]
-# ## What does the model leave open?
+# ## How many tokens are likely?
 #
-# Three prompts. For each, sort the tokens by probability, the best first, and add up until 90 % is
+# Take three prompts. For each, sort the tokens by probability, the best first, and add up until 90% is
 # reached. How many tokens does that take?
 
 # %%
-today.predict("paris", "How many tokens hold 90% after 'The capital of France is'?", guess=None)
-today.predict("story", "And after 'Once upon a time,'?", guess=None)
+asks = {
+    "paris": "How many tokens hold 90% after 'The capital of France is'? (a number)",
+    "story": "And after 'Once upon a time,'?",
+}
+for name, question in asks.items():
+    today.predict(name, question, guess=None, low=1, high=49_152)
 
 # %%
 import torch
@@ -88,22 +90,26 @@ held = {}  # for each prompt: the probability that its 1, 2, 3, ... best tokens 
 for text in prompts:
     held[text] = logits[text].softmax(dim=-1).sort(descending=True).values.cumsum(dim=-1)
     print(f"{text!r:27} tokens that hold 90%: {int((held[text] < 0.9).sum()) + 1}")
-print("your guesses:", today.guess("paris") or "none", "and", today.guess("story") or "none")
+print("your guesses:", today.guess_text("paris"), "and", today.guess_text("story"))
+assert [int((held[text] < 0.9).sum()) + 1 for text in prompts] == [10, 1, 665]
 
-# %%
+# %% jupyter={"source_hidden": true}
+# Draws the plot: How many tokens hold how much
 fig, ax = plots.figure(
-    xlabel="tokens, the best first", ylabel="probability they hold", title="How much is left open"
+    xlabel="tokens, the best first",
+    ylabel="probability they hold",
+    title="How much the best tokens hold together",
 )
 ranks = range(1, 20_001)
 with plots.style():
     for text in prompts:
         ax.plot(ranks, held[text][:20_000], color=COLOURS["engine"])
     ax.axhline(0.9, color=COLOURS["muted"], linestyle=":")
-    ax.set(xscale="log", ylim=(0, 1.08), xlim=(0.8, 40_000))
+    ax.set(xscale="log", ylim=(0, 1.14), xlim=(0.8, 40_000))
     ax.set_xticks([1, 10, 100, 1_000, 10_000], ["1", "10", "100", "1,000", "10,000"])
 plots.label_line(ax, 40, 0.70, prompts[2], COLOURS["engine"])
 plots.label_line(ax, 1, 0.74, prompts[0], COLOURS["engine"])
-plots.label_line(ax, 1, 1.01, prompts[1], COLOURS["engine"])
+plots.label_line(ax, 1, 1.05, prompts[1], COLOURS["engine"])
 for name, height in (("paris", 0.16), ("story", 0.06)):
     if guess := today.guess(name):
         ax.vlines(guess, height, 0.9, color=COLOURS["prediction"], linestyle=":")
@@ -111,22 +117,22 @@ for name, height in (("paris", 0.16), ("story", 0.06)):
 fig
 
 # %% [markdown]
-# One comma apart, and the choice goes from one token to 665. After "Once upon a time" everything is
-# settled: a comma follows. After the comma everything is open, since any story can begin.
+# One comma changes the number from 1 to 665. After "Once upon a time" a comma holds 93% by itself. After
+# the comma hundreds of words can begin the story.
 #
-# Keep the two in mind. A way of cutting has to deal with both, at every step, without being told
-# which it has before it.
+# Keep these two prompts in mind. A good rule works for both, at every step, with the same setting.
 #
-# ## What a caller may ask for
+# ## What a caller can set
 #
-# `SamplingParams` is the caller's wish list. It refuses what makes no sense, and names the field: an
-# option that is silently ignored costs somebody an afternoon.
+# `SamplingParams` holds the caller's options. A value that makes no sense raises a ValueError that
+# names the field, so that no option is ignored silently. NumPy's numbers are stored as Python's.
 
 # %%
 import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 
 # %% jupyter={"source_hidden": true}
 # lands in nanoserve/sampling.py: HUGE, SamplingParams, _require
@@ -135,7 +141,7 @@ HUGE = sys.float_info.max
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one sequence is to be continued. Out of range is a ValueError that names the field."""
+    """How to continue one sequence. A wrong type or range is a ValueError that names the field."""
 
     max_tokens: int = 16
     temperature: float = 0.0  # 0 is greedy
@@ -151,32 +157,37 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
-        _require(self, "max_tokens", int, 1, math.inf, "an integer of at least 1")
-        _require(self, "temperature", float, 0, HUGE, "a finite number of at least 0 (greedy)")
-        _require(self, "top_k", int, 0, math.inf, "an integer of at least 0 (off)")
-        _require(self, "top_p", float, 0, 1, "a number from 0 to 1 (off)")
-        _require(self, "min_p", float, 0, 1, "a number from 0 (off) to 1")
-        _require(self, "repetition_penalty", float, math.ulp(0), HUGE, "a finite number above 0")
-        _require(self, "presence_penalty", float, -2, 2, "a number from -2 to 2")
-        _require(self, "frequency_penalty", float, -2, 2, "a number from -2 to 2")
+        _require(self, "max_tokens", Integral, 1, math.inf, "an integer of at least 1")
+        _require(self, "temperature", Real, 0, HUGE, "a finite number of at least 0 (greedy)")
+        _require(self, "top_k", Integral, 0, math.inf, "an integer of at least 0 (off)")
+        _require(self, "top_p", Real, 0, 1, "a number from 0 to 1 (off)")
+        _require(self, "min_p", Real, 0, 1, "a number from 0 (off) to 1")
+        _require(self, "repetition_penalty", Real, math.ulp(0), HUGE, "a finite number above 0")
+        _require(self, "presence_penalty", Real, -2, 2, "a number from -2 to 2")
+        _require(self, "frequency_penalty", Real, -2, 2, "a number from -2 to 2")
         if not (isinstance(stop, list | tuple) and all(isinstance(s, str) and s for s in stop)):
             allowed = "a non-empty string, or a list or tuple of them"
             raise ValueError(f"stop must be {allowed}, got {self.stop!r}")
         if self.seed is not None:
-            _require(self, "seed", int, 0, 2**64 - 1, "None or an integer from 0 to 2**64 - 1")
+            _require(self, "seed", Integral, 0, 2**64 - 1, "None or an integer from 0 to 2**64 - 1")
         if self.logprobs is not None:
-            _require(self, "logprobs", int, 0, 20, "None or an integer from 0 to 20")
+            _require(self, "logprobs", Integral, 0, 20, "None or an integer from 0 to 20")
         object.__setattr__(self, "stop", tuple(stop))
 
 
 def _require(
     params: SamplingParams, name: str, kind: type, low: float, high: float, allowed: str
 ) -> None:
-    """Refuse a field that is no number of that kind from low to high; NaN lies nowhere."""
+    """Check that a field is an Integral or Real from low to high, and store it as int or float.
+
+    NumPy's numbers pass; bool and NaN do not. Raises ValueError.
+    """
     value = getattr(params, name)
-    number = isinstance(value, (int, kind)) and not isinstance(value, bool)
-    if not (number and low <= value <= high):
+    if isinstance(value, bool) or not isinstance(value, kind) or not low <= value <= high:
         raise ValueError(f"{name} must be {allowed}, got {value!r}")
+    if type(value) not in (int, float):
+        plain = int(value) if isinstance(value, Integral) else float(value)
+        object.__setattr__(params, name, plain)
 
 
 # %%
@@ -189,15 +200,18 @@ for wish in [{"top_p": 1.5}, {"temperature": -1}, {"top_k": 2.0}, {"min_p": floa
 # %% [markdown]
 # ## Your turn: temperature
 #
-# Divide every logit by the temperature $T$, then let softmax make probabilities of them:
+# Divide every logit by the temperature $T$; softmax then makes probabilities of them:
 #
 # $$p_i = \frac{e^{z_i / T}}{\sum_j e^{z_j / T}}$$
 #
-# Below 1 the differences grow, and the best token takes more. Above 1 they shrink. At 0 it would be
-# greedy, and is a case of its own, so `temperature` is above 0 here.
+# Below 1 the differences grow, and the best token gets more of the probability. Above 1 they shrink. 0
+# means greedy, which the engine handles elsewhere, so `temperature` is above 0 here.
 #
-# `logits` are `[..., vocab]`: one row, or several. Return logits of the same shape. A caller may ask
-# for 0.0001, or for less. Softmax has to come out right there too.
+# `logits` are `[..., vocab]`, float32: one row, or several. Return logits of the same shape and dtype.
+# `temperature` may be tiny, down to 1e-37. The probabilities must be right there too, and they must
+# still depend on the temperature.
+#
+# After a kernel restart, run the cells above first (Run → Run All Above Selected Cell).
 
 
 # %%
@@ -209,7 +223,9 @@ def apply_temperature(logits: torch.Tensor, temperature: float) -> torch.Tensor:
 today.check(apply_temperature)
 
 # %% [markdown]
-# Stuck? `today.hint()` looks at the case that failed. The solution is folded below.
+# If you are stuck: `today.hint()`.
+#
+# The cell below holds the package's version; from here on this notebook uses it.
 
 
 # %% jupyter={"source_hidden": true}
@@ -218,15 +234,16 @@ def apply_temperature(logits: torch.Tensor, temperature: float) -> torch.Tensor:
     """Divide by a temperature above 0: below 1 sharpens, above 1 flattens.
 
     The largest logit becomes 0 first, which changes no probability; so nothing overflows to +inf.
-    Float64 because float32 would round a temperature of 1e-50 to 0.
+    Computes in float64: float32 would round a temperature of 1e-50 to 0.
     """
     shifted = logits.double() - logits.amax(-1, keepdim=True)
     return (shifted / temperature).float()
 
 
 # %% [markdown]
-# Softmax knows differences only. Moving the largest logit to 0 changes no probability, and then a
-# quotient can only run off towards -inf, which is a probability of 0 and does no harm.
+# Softmax depends on differences only. So moving the largest logit to 0 changes no probability, and after
+# that a quotient can only become -inf, which is a probability of 0. The package divides in float64,
+# because float32 has no number near 1e-50 and a caller can set that too.
 
 # %%
 print("temperature", *(f"{text!r:>27}" for text in prompts))
@@ -235,19 +252,21 @@ for temperature in (0.5, 0.7, 1.0, 1.5):
     print(f"{temperature:11}", *(f"{p:27.0%}" for p in best))
 
 # %% [markdown]
-# That is the probability of the best token. Temperature changes all the odds and removes nobody.
-# The next three remove.
+# That is the probability of the best token. Temperature changes all probabilities and removes no token.
+# The next three functions remove tokens.
 #
 # ## Your turn: top-k
 #
-# A **mask** returns the logits with -inf in the place of what is removed. The rest stays as it is;
-# softmax shares the probability out among them. Top-k is the simplest: keep the $k$ largest.
+# A **mask** returns the logits with -inf for each removed token. The others stay as they are; softmax
+# then shares the probability among them. Top-k is the simplest mask: keep the $k$ largest logits.
 #
-# 1. What ties with the last one kept stays too: nothing tells the two apart.
+# 1. Logits that tie with the k-th best stay too.
 # 2. `top_k=0` means off. A `top_k` larger than the vocabulary keeps all.
-# 3. Each row of `[..., vocab]` is cut for itself.
+# 3. Each row of `[..., vocab]` has its own k-th best.
 #
 # `logits.topk(k)` and `logits.masked_fill(condition, -torch.inf)` are all you need.
+#
+# After a kernel restart, run the cells above first.
 
 
 # %%
@@ -258,11 +277,14 @@ def mask_top_k(logits: torch.Tensor, top_k: int) -> torch.Tensor:
 
 today.check(mask_top_k)
 
+# %% [markdown]
+# The cell below holds the package's version; from here on this notebook uses it.
+
 
 # %% jupyter={"source_hidden": true}
 # lands in nanoserve/sampling.py: mask_top_k
 def mask_top_k(logits: torch.Tensor, top_k: int) -> torch.Tensor:
-    """Keep the top_k largest logits, and whatever ties with the last of them; 0 keeps all."""
+    """Keep the top_k largest logits, and all that tie with the last of these; 0 keeps all."""
     if top_k == 0:
         return logits
     last = logits.topk(min(top_k, logits.shape[-1])).values[..., -1:]  # [..., 1]
@@ -270,27 +292,30 @@ def mask_top_k(logits: torch.Tensor, top_k: int) -> torch.Tensor:
 
 
 # %% [markdown]
-# Top-k is blind to how much is open. `k = 40` keeps 39 tokens too many after "Once upon a time", where
-# one holds 90 %, and forbids hundreds of good beginnings after the comma.
+# Top-k keeps the same number everywhere. `k = 40` keeps 40 tokens after "Once upon a time", where one
+# holds 90%, and removes hundreds of good beginnings after the comma.
 #
 # ## Your turn: top-p
 #
-# Keep the fewest tokens that together hold the probability `top_p`. Sharp distributions keep one,
-# flat ones keep hundreds. This is where most sampling bugs live. With probabilities 0.5, 0.41 and
-# 0.09, and `top_p = 0.9`:
+# Keep the fewest tokens that together hold the probability `top_p`. That may be one token or hundreds.
+# With probabilities 0.5, 0.41 and 0.09, and `top_p = 0.9`:
 #
 # | token | probability | sum before it | sum with it | |
 # | --- | --- | --- | --- | --- |
 # | A | 0.50 | 0.00 | 0.50 | stays |
-# | B | 0.41 | 0.50 | 0.91 | stays: without it only 0.5 is held |
-# | C | 0.09 | 0.91 | 1.00 | goes: 0.9 is reached |
+# | B | 0.41 | 0.50 | 0.91 | stays: the sum before it is less than 0.9 |
+# | C | 0.09 | 0.91 | 1.00 | goes: 0.9 is reached before it |
 #
 # 1. A token stays while the sum *before* it is less than `top_p`.
-# 2. The best token always stays, at `top_p = 0` too.
-# 3. The cut is by place: of several equal tokens at the line, only as many stay as are needed, any of
-#    them.
+# 2. The best token always stays, also at `top_p = 0`. At `top_p = 1` all tokens stay.
+# 3. Of several equal tokens, only as many stay as are needed to reach `top_p`, any of them.
 # 4. Sort to add up, and bring the mask back into the order of the ids. `sort` returns those ids;
-#    `mask.scatter(-1, ids, mask)` puts each entry where its id says.
+#    `mask.scatter(-1, ids, mask)` moves each entry to its id.
+#
+# Rule 2 has a trap: float32 has about 7 digits, so with thousands of tokens the sum can reach 1 before
+# the last of them.
+#
+# After a kernel restart, run the cells above first.
 
 
 # %%
@@ -301,13 +326,17 @@ def mask_top_p(logits: torch.Tensor, top_p: float) -> torch.Tensor:
 
 today.check(mask_top_p)
 
+# %% [markdown]
+# The cell below holds the package's version; from here on this notebook uses it.
+
 
 # %% jupyter={"source_hidden": true}
 # lands in nanoserve/sampling.py: mask_top_p
 def mask_top_p(logits: torch.Tensor, top_p: float) -> torch.Tensor:
     """Keep the fewest tokens whose probabilities reach top_p (Holtzman et al. 2020, section 3.1).
 
-    Summed from the smallest up: what adds up to 1 - top_p or less goes. The last one always stays.
+    Sums probabilities from the smallest up, and removes tokens while the sum is at most 1 - top_p.
+    The most probable token always stays.
     """
     ascending, ids = logits.sort(dim=-1)
     tail = ascending.softmax(dim=-1).cumsum(dim=-1) <= 1 - top_p
@@ -316,14 +345,16 @@ def mask_top_p(logits: torch.Tensor, top_p: float) -> torch.Tensor:
 
 
 # %% [markdown]
-# The engine adds up from the smallest, as `transformers` does, and removes what sums to
-# `1 - top_p` or less. It is the same rule from the other end. Adding small numbers first also keeps
-# more of their digits.
+# The package adds up from the smallest, as `transformers` does, and removes tokens while their sum is
+# `1 - top_p` or less. That is the same rule from the other end. And when the small numbers are added
+# first, rounding loses less of them: at `top_p = 1` nothing goes that has a probability.
 #
 # ## Your turn: min-p
 #
-# The youngest of the three, and the shortest. Keep what is at least `min_p` times as probable as the
-# best token. At 0.1, a token may be a tenth as probable as the best, and no less.
+# The newest of the three, and the shortest. Keep the tokens that are at least `min_p` times as probable
+# as the best one. At `min_p = 0.1`, a token stays if it is at least a tenth as probable as the best.
+#
+# After a kernel restart, run the cells above first.
 
 
 # %%
@@ -334,11 +365,14 @@ def mask_min_p(logits: torch.Tensor, min_p: float) -> torch.Tensor:
 
 today.check(mask_min_p)
 
+# %% [markdown]
+# The cell below holds the package's version; from here on this notebook uses it.
+
 
 # %% jupyter={"source_hidden": true}
 # lands in nanoserve/sampling.py: mask_min_p
 def mask_min_p(logits: torch.Tensor, min_p: float) -> torch.Tensor:
-    """Keep what is at least min_p times as probable as the best (Nguyen et al. 2024, section 3)."""
+    """Keep tokens at least min_p times as probable as the best (Nguyen et al. 2024, section 3)."""
     probs = torch.softmax(logits, dim=-1)
     return logits.masked_fill(probs < min_p * probs.amax(-1, keepdim=True), -torch.inf)
 
@@ -346,8 +380,8 @@ def mask_min_p(logits: torch.Tensor, min_p: float) -> torch.Tensor:
 # %% [markdown]
 # ## All four, in order
 #
-# The order matters. Temperature comes first, so a high one moves more tokens over the bar of top-p.
-# Each mask then sees what the one before it left, renormalised. This is the order of `transformers`.
+# The order matters. Temperature comes first, so a high temperature makes top-p keep more tokens. Each
+# mask then works on the tokens that the mask before it kept. This is the order of `transformers`.
 
 
 # %% jupyter={"source_hidden": true}
@@ -385,17 +419,18 @@ for wish in wishes:
     print(f"{name:33}", *(f"{survivors(text, **wish):27,}" for text in prompts))
 
 # %% [markdown]
-# Top-p and min-p follow the distribution, and top-k does not. Now one row more. At temperature 1.5
-# the tail grows so heavy that it takes thousands of tokens to hold 90 %:
+# Top-p and min-p follow the distribution, and top-k does not. Now one row more. At temperature 1.5 the
+# improbable tokens hold so much together that it takes thousands of tokens to reach 90%:
 
 # %%
 hot = [survivors(text, temperature=1.5, top_p=0.9) for text in prompts]
 print("top_p=0.9, temperature=1.5, to the nearest thousand:", [f"{round(n, -3):,}" for n in hot])
+assert min(hot) > 1_000
 
 # %% [markdown]
-# Six thousand ways to go on after "Once upon a time". That is what min-p was made for: its bar hangs
-# from the best token, and a heavy tail does not lower it. Try them; the outlined bars are what the
-# model says, the filled ones what is drawn from.
+# That is thousands of tokens after "Once upon a time" too. Min-p solves this: its bar depends on the best
+# token only, so a long tail of improbable tokens does not lower it. Try the settings below. The
+# outlined bars are the model's probabilities, the filled bars those that the draw uses.
 
 # %% tags=["nbval-ignore-output"]
 after = logits["Once upon a time,"]
@@ -405,11 +440,12 @@ today.widget("sampling", logits=after, tokens=labels)
 # %% [markdown]
 # ## The draw
 #
-# One uniform number between 0 and 1, and the running sum of the probabilities: the first token whose
-# sum exceeds the number is drawn. A wide token is hit often, a token of probability 0 has no width.
+# Take one uniform random number between 0 and 1, and the running sum of the probabilities. The first
+# token whose sum exceeds the number is drawn. So each token is drawn with its probability, and a token
+# of probability 0 never.
 #
-# A **seed** makes a draw repeatable. The generator that it starts belongs to one sequence and must
-# be made once: one made anew at each step would draw the same number each time.
+# A **seed** makes draws repeatable. It starts a random generator, which belongs to one sequence. Make
+# the generator once: a new one at each step would give the same number each time.
 
 
 # %% jupyter={"source_hidden": true}
@@ -424,9 +460,9 @@ def draw(probs: torch.Tensor, generator: torch.Generator | None = None) -> int:
 
 
 def make_generator(seed: int | None, device: str | torch.device = "cpu") -> torch.Generator | None:
-    """A generator that starts from `seed`, or None (torch's global one) where seed is None.
+    """A generator that starts from `seed`; None, for torch's global one, if seed is None.
 
-    Left on the CPU it gives the same numbers whatever device holds the logits.
+    On the CPU it draws the same numbers for logits on any device.
     """
     return None if seed is None else torch.Generator(device).manual_seed(seed)
 
@@ -438,21 +474,21 @@ once = [draw(probs, generator) for _ in range(12)]
 generator = make_generator(7)
 again = [draw(probs, generator) for _ in range(12)]
 print("the same 12 draws:", once == again, "  the token of probability 0 was drawn:", 1 in once)
+assert once == again and 1 not in once
 
 # %% [markdown]
 # ## Penalties
 #
-# Three more wishes, for models that repeat themselves. They come before everything else, and greedy
-# sees them too.
+# Three more options help against text that repeats itself. They are applied before temperature and the
+# masks, and to greedy too.
 #
-# | field | does | to tokens that |
+# | field | effect on a logit | for tokens in |
 # | --- | --- | --- |
-# | `repetition_penalty` | divides a positive logit, multiplies a negative one | stand in the prompt or the answer |
-# | `presence_penalty` | subtracts, once | stand in the answer |
-# | `frequency_penalty` | subtracts, once for each use | stand in the answer |
+# | `repetition_penalty` | divides a positive one, multiplies a negative one | the prompt or the answer |
+# | `presence_penalty` | subtracts, once | the answer |
+# | `frequency_penalty` | subtracts, once for each use | the answer |
 #
-# Why not simply divide? A logit of -2 divided by 2 is -1, which is *more* probable. The penalty would
-# be a reward.
+# Why not always divide? A logit of -2 divided by 2 is -1, and that is *more* probable.
 
 
 # %% jupyter={"source_hidden": true}
@@ -463,10 +499,11 @@ def apply_penalties(
     output_ids: Sequence[int],
     params: SamplingParams,
 ) -> torch.Tensor:
-    """Make the tokens that have been used less likely: [..., vocab] -> [..., vocab].
+    """Make used tokens less likely: [..., vocab] -> [..., vocab].
 
-    Repetition (Keskar et al. 2019, section 4.1) scales towards -inf whatever stands in the prompt
-    or the output; presence subtracts once, and frequency once per use, for the output alone.
+    Repetition (Keskar et al. 2019, section 4.1) scales the logits of all tokens in the prompt or
+    the output towards -inf. Presence subtracts once for each token in the output, frequency once
+    for each use.
     """
     repetition, presence = params.repetition_penalty, params.presence_penalty
     if (repetition, presence, params.frequency_penalty) == (1, 0, 0):
@@ -492,22 +529,21 @@ for penalty in (1.0, 1.3):
     print(penalty, [tokenizer.decode([i]) for i in scores.topk(3).indices.tolist()])
 
 # %% [markdown]
-# ## The sampler that lands
+# ## All of it, for one token
 #
-# All of it together, for one token. Look for three things as you read: temperature 0 never reaches a
-# random number; logits whose largest is NaN or infinite are refused, since a broken model should not
-# look like an odd choice of words; and the logprobs are the model's own, taken before anything was
-# changed.
+# Note three things as you read. At temperature 0 no random number is drawn. If the largest logit is NaN
+# or infinite, `sample` raises an error: a broken model must not look like an odd choice of words. And
+# the logprobs are the model's own, from before penalties, temperature and masks.
 
 
 # %% jupyter={"source_hidden": true}
 # lands in nanoserve/sampling.py: Sample, sample
 @dataclass(frozen=True)
 class Sample:
-    """One chosen token. The logprobs are the model's own: before penalties, temperature and masks.
+    """One chosen token. Logprobs are the model's: before penalties, temperature and masks.
 
-    `logprob` and `top` are None unless SamplingParams.logprobs asks for them; `top` maps that many
-    most probable ids to their logprobs, best first, whether or not the chosen one is among them.
+    `logprob` and `top` are None unless SamplingParams.logprobs is set. `top` maps the ids of the
+    most probable tokens to their logprobs, best first; the chosen token may be absent from it.
     """
 
     token_id: int
@@ -522,11 +558,11 @@ def sample(
     prompt_ids: Sequence[int] = (),
     output_ids: Sequence[int] = (),
 ) -> Sample:
-    """Choose the token that follows prompt_ids + output_ids, from the logits [vocab] of the last.
+    """Choose the token after prompt_ids + output_ids, from the logits [vocab] of the last position.
 
-    Temperature 0 takes the largest logit after penalties, the lowest id where several tie. A seed
-    needs a generator: one for the whole sequence, from make_generator. Raises ValueError where it
-    is missing, where logits has another shape, and where the largest logit is not finite.
+    Temperature 0 takes the largest logit after penalties; the lowest id wins a tie. A seed needs a
+    generator from make_generator, one for the whole sequence. Raises ValueError if the generator is
+    missing, if logits has another shape, and if the largest logit is not finite.
     """
     if params.temperature > 0 and params.seed is not None and generator is None:
         raise ValueError(f"seed {params.seed} needs a generator: make_generator(seed), once")
@@ -556,9 +592,8 @@ print({tokenizer.decode([i]): round(logprob, 2) for i, logprob in chosen.top.ite
 # %% [markdown]
 # ## Prove it
 #
-# `transformers` has the same masks, written by other people. Real logits rarely tie, and a test on
-# them would miss every edge. So make logits that tie often, with holes of -inf in them, and compare
-# bit for bit.
+# `transformers` has the same masks, written by other people. Real logits rarely tie, so a test on them
+# would miss the edges. Make logits that tie often, some of them -inf, and compare bit for bit.
 
 # %%
 from transformers import (
@@ -594,10 +629,10 @@ print("equal, of 300:", same)
 assert set(same.values()) == {300}
 
 # %% [markdown]
-# (`k` goes past the vocabulary of 43, and every fourth `p` is 0.5 exactly. Temperature is compared by
-# its probabilities, to rounding, since we shift the logits and they do not.)
+# (`k` is sometimes larger than the vocabulary of 43, and `p` sometimes exactly 0.5. For temperature the
+# probabilities are compared, up to rounding, since we shift the logits and `transformers` does not.)
 #
-# Temperature 0 is greedy, a tiny temperature is too, and a seed repeats:
+# Temperature 0 is greedy, a tiny temperature is greedy here too, and a seed repeats its draws:
 
 
 # %%
@@ -613,11 +648,14 @@ print("0.00001 is greedy in effect:", draws(SamplingParams(temperature=1e-5, see
 one, two = SamplingParams(temperature=1.0, seed=1), SamplingParams(temperature=1.0, seed=2)
 print("a seed repeats:            ", draws(one) == draws(one))
 print("another seed differs:      ", draws(one) != draws(two))
+assert draws(SamplingParams()) == draws(SamplingParams(temperature=1e-5, seed=1)) == [best] * 8
+assert draws(one) == draws(one) != draws(two)
 
 # %% [markdown]
-# And are the draws fair? Draw 10,000 times from six tokens. Counts never fit exactly; **chi-square**
-# says whether they fit as well as chance would have it. One of the six has probability 0, so four
-# counts are free, and a fair sampler exceeds 18.47 once in a thousand tries.
+# And are the draws fair? Draw 10,000 times from six tokens. The counts never fit the probabilities
+# exactly; **chi-square** measures how far they are apart. One of the six has probability 0, so there
+# are five counts, which add up to 10,000: four of them are free. Then a fair sampler exceeds 18.47 in
+# one of a thousand tries.
 
 # %%
 small = torch.tensor([1.0, -0.5, 0.25, -torch.inf, 2.0, 0.0])
@@ -632,11 +670,13 @@ chi_square = ((counts - expected)[fair] ** 2 / expected[fair]).sum()
 print(
     "chi-square below 18.47:",
     bool(chi_square < 18.47),
-    "  the impossible one was drawn:",
+    "  times the impossible one was drawn:",
     int(counts[3]),
 )
+assert chi_square < 18.47 and counts[3] == 0
 
-# %%
+# %% jupyter={"source_hidden": true}
+# Draws the plot: 10,000 draws, and what was expected
 fig, ax = plots.figure(
     height=3.2, xlabel="token", ylabel="times drawn", title="10,000 draws, and what was expected"
 )
@@ -652,8 +692,8 @@ fig
 # %% [markdown]
 # ## Your answer is the engine
 #
-# The same beginning three times, with one seed. `today.mine()` runs the engine with those of your
-# answers that have passed.
+# The same beginning four times, with one seed. `today.mine()` runs the engine with those of your answers
+# that have passed. Below the texts it shows how often each was called.
 
 # %%
 from nanoserve import LLM
@@ -668,32 +708,33 @@ def story(**wish):
 
 with today.mine():
     print(repr(story(temperature=0.8, top_p=0.9)))
+    print(repr(story(temperature=0.8, top_k=40)))
     print(repr(story(temperature=1.5, min_p=0.1)))
     print(repr(story(temperature=1.5)))
 
 # %% [markdown]
-# The last has no mask at all, and shows why there are masks: at each step the tail is many small
-# chances of nonsense, and fourteen steps are enough to hit it.
+# The last one has no mask. At that temperature the improbable tokens hold much of the probability
+# together, so sooner or later one of them is drawn, and the text loses its sense.
 #
-# What today does not show is which setting is *best*. That is a question about readers, and no test
-# of the engine answers it. What the engine owes is that a setting does what its name says.
+# Today does not show which setting is *best*. That depends on readers, and no test of the engine can
+# decide it. A test can show that each setting does what its name says.
 #
 # ## What you learned
 #
-# 1. **A model gives a distribution; choosing is up to you.** Greedy is one choice, and a blind one
-#    where two tokens are nearly equal.
-# 2. **A good cut follows the distribution.** One comma turns one sensible token into hundreds, and no
+# 1. **A model gives a distribution; a rule chooses from it.** Greedy is one rule, and it ignores how
+#    close the second token is.
+# 2. **A good mask follows the distribution.** One comma turns one likely token into hundreds, and no
 #    fixed k fits both.
-# 3. **Edges are where sampling goes wrong:** the token that crosses the line, the tie at the cut, the
-#    temperature near 0. Test on logits made of edges.
+# 3. **Sampling goes wrong at the edges:** the token that reaches top-p, the tie at the k-th place, the
+#    temperature near 0. Test on logits that have many of them.
 #
 # ## Tomorrow
 #
-# The loop still runs the whole text through the model for each token, though nothing in the past
-# has changed. Day 11 keeps what can be kept: the keys and the values.
+# The loop still runs the whole text through the model for each token, although nothing before the new
+# token has changed. Day 11 keeps the keys and values.
 #
 # **In one paragraph.** We drew the next token instead of taking the best. Temperature changes the
-# odds, top-k cuts by rank, top-p by mass, min-p by distance from the best, and three penalties hold
-# back what was said before. On six hundred rows full of ties and holes the masks were bit for bit
-# those of transformers, ten thousand draws were fair, and a seed repeats them. After "Once upon a
-# time" one token holds 90 %; after the comma it takes 665.
+# probabilities, top-k keeps by rank, top-p by the sum of probabilities, min-p by the ratio to the best,
+# and three penalties make repetition less likely. On 300 pairs of rows with many ties the masks equal
+# those of transformers bit for bit, ten thousand draws were fair, and a seed repeats its draws. After
+# "Once upon a time" one token holds 90%; after the comma it takes 665.

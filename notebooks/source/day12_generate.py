@@ -11,8 +11,9 @@
 #
 # Week 3 · Phase 1, correct generation · you need: Day 10 (Sampling), Day 11 (Remember the keys)
 #
-# **Today** the pieces become an engine. One loop serves greedy and sampled, cached and not; text
-# streams while it is made; and a stop string ends an answer before anybody has seen a letter of it.
+# **Today** the pieces become an engine. One loop serves greedy and sampled, with a cache and without;
+# text streams while it is made; and a stop string ends an answer before a reader has seen any letter
+# of it.
 
 # %% jupyter={"source_hidden": true}
 # Set-up: on Colab, installs nanoserve in a minute or two. In your own clone it does nothing.
@@ -41,15 +42,15 @@ today.picture("one-loop")
 # %% [markdown]
 # ## Why it matters
 #
-# So far you have called the model and looked at ids. People who use an engine see something else:
-# text that begins soon, runs steadily, and stops where it should. Behind that stand three promises:
+# So far you have called the model and looked at ids. Users of an engine see text that begins soon, runs
+# steadily and stops at the right place. That needs three promises:
 #
-# 1. What is shown is never taken back. A screen, or a client on the network, cannot un-see.
-# 2. What is held back is as little as possible, for as short as possible.
+# 1. Text that was shown is never taken back: it is on a screen already.
+# 2. As little text as possible is held back, for as short a time as possible.
 # 3. An answer is the same whether it streams or comes in one piece.
 #
-# The third is where engines drift apart: two code paths, one for streams and one for batches, and a
-# bug in one of them. Ours has one.
+# The third promise breaks easily when an engine has two code paths, one for streams and one for whole
+# answers, and a bug in one of them. Ours has one code path.
 
 # %%
 today.glossary(
@@ -58,17 +59,17 @@ today.glossary(
     "finish reason",
     "end token",
     "time to first token",
-    "time per token",
+    "time per output token",
 )
 
 # %% [markdown]
-# ## The loop, at last
+# ## One loop
 #
-# Day 9 wrote a greedy loop, and Day 11 changed what a step hands over. Put Day 10's `sample` where
-# the argmax was, and all is in one place. Two lines decide everything:
+# Day 9 has a greedy loop, and Day 11 changed which tokens a step passes to the model. Put Day 10's
+# `sample` in the place of the argmax, and one loop does everything. Two lines make the difference:
 #
-# - `sample(next_logits(...), params, ...)`: temperature 0 is greedy, so greedy is not a second loop.
-# - `step = ids if cache is None else [chosen.token_id]`: with or without memory is not one either.
+# - `sample(next_logits(...), params, ...)`: temperature 0 is greedy, so greedy needs no second loop.
+# - `step = ids if cache is None else [chosen.token_id]`: the same loop runs with and without a cache.
 
 # %%
 from collections.abc import Iterator, Sequence
@@ -95,11 +96,14 @@ def generate_tokens(
     cache: Cache | None = None,
     eos_ids: Sequence[int] = (),
 ) -> Iterator[Sample]:
-    """The loop: run the model, choose a token, append it; stop at an end token (which is yielded),
-    after max_tokens, or when the context is full. With an empty cache a step feeds one token."""
+    """The loop: run the model, choose a token, append it.
+
+    Stops after an end token (which it yields), after max_tokens, or when the context is full. With
+    a cache, which must be empty, each step after the first computes one token.
+    """
     generator = make_generator(params.seed, model.device)
     ids = list(prompt_ids)
-    step = ids  # what the model has not seen yet: first the prompt, then one token at a time
+    step = ids  # the tokens to compute: first the prompt, then one at a time
     for _ in range(min(params.max_tokens, model.config.context - len(ids) + 1)):
         chosen = sample(
             next_logits(model, step, cache), params, generator, prompt_ids, ids[len(prompt_ids) :]
@@ -112,8 +116,8 @@ def generate_tokens(
 
 
 # %% [markdown]
-# Four ways through one loop. A seed makes the dice fall the same way each time, so that even sampled
-# text can be compared with and without the cache.
+# That makes four combinations. A seed makes the draws the same each time, so sampled text can be compared
+# with and without the cache too.
 
 # %%
 model, tokenizer = load_model("smollm2"), load_tokenizer("smollm2")
@@ -132,9 +136,9 @@ for name, params in (
 # %% [markdown]
 # ## Text that must not be shown
 #
-# A caller may ask to stop at some text: a blank line, "User:", a closing bracket. It is easy to ask
-# for, and it is harder to do than it looks, because the text comes in tokens and nobody cut the
-# tokens where the stop string begins. Here is an answer of the oracle's, token by token:
+# A caller can set a text at which to stop: a blank line, "User:", a closing bracket. This is harder than
+# it looks, because the text comes in tokens, and a stop string can begin in the middle of one. Here is
+# an answer of the oracle, token by token:
 
 # %%
 recorded = today.data("reference_greedy")["greedy"]
@@ -142,8 +146,8 @@ answer = recorded["chat-list"]["greedy_ids"]
 print([tokenizer.decode([i]) for i in answer])
 
 # %% [markdown]
-# Ask it to stop at "Oranges". No token is that word. What would a loop show that looks at each piece
-# alone, or one that looks at the whole text but shows every piece at once?
+# Let it stop at "Oranges". No token is that word. The loop below looks for the word in the whole text,
+# and shows every piece at once. What does it show?
 
 # %%
 shown, seen = "", ""
@@ -156,33 +160,37 @@ for token_id in answer:
 print(repr(shown))
 
 # %% [markdown]
-# The stop was found, and half of it is on the screen. What *should* be shown after each piece? All of
-# the text, except an **end that could still become a stop string**. With the stop string `END`:
+# It found the stop string, but the first letters of it are shown already. So after each piece, show all
+# of the text except an **end that could still become a stop string**. With the stop string `END`:
 #
 # | text so far | shown | held back | why |
 # | --- | --- | --- | --- |
 # | `All done` | `All done` | | no end of it begins END |
 # | `All done. E` | `All done. ` | `E` | E begins END |
-# | `All done. EN` | `All done. ` | `EN` | so does EN |
-# | `All done. ENT` | `All done. ENT` | | no more; it was only text |
-# | `All done. END of` | `All done. ` | | it is one: stop, and show nothing of it |
+# | `All done. EN` | `All done. ` | `EN` | EN begins END |
+# | `All done. ENT` | `All done. ENT` | | no end of it begins END |
+# | `All done. END of` | `All done. ` | | END is complete: stop, and show nothing of it |
 #
 # ## Your turn: `StopStrings`
 #
-# A small class between the tokens and the reader:
+# Write a small class between the tokens and the reader:
 #
-# 1. `add(piece)` takes new text and returns what can be shown now.
+# 1. `add(piece)` takes new text and returns the text that can be shown now.
 # 2. It holds back the **longest** end of the text that begins some stop string, and nothing more.
-# 3. When a stop string is complete, `found` becomes True, what stands before it is shown, and
-#    nothing from then on.
-# 4. Of several, the one that is **complete first** counts; of two that end together, the longer. This
-#    is what you get letter by letter, so the answer does not depend on how the text was cut.
-# 5. `finish()` returns what was held and never became a stop string. No more text will come.
+# 3. When a stop string is complete, `found` becomes True in that call. The call returns the text before
+#    the stop string; later calls return an empty string.
+# 4. Of several stop strings, the one that is **complete first** counts; of two that end together, the
+#    longer. This is the result letter by letter, so it does not depend on the cuts between pieces.
+# 5. `finish()` returns the text that was held and never became a stop string. It is called last.
+# 6. A stop string is plain text: every character stands for itself.
 #
-# The check's table lists what each piece let through; the last in the list is what `finish` gave, and
-# behind it stands `found`. `(['All done', '. ', '', '', '', ''], True)` means: two pieces showed
-# something, and then the stop string came.
-# Stuck? `today.hint()` looks at the case that failed.
+# The check's table lists the text that each call of `add` returned, then that of `finish`, and when
+# `found` became True. `(['All done', '. ', '', '', '', ''], 'found in piece 4')` means: two pieces
+# showed something, and with the fourth the stop string was complete.
+#
+# If you are stuck: `today.hint()`.
+#
+# After a kernel restart, run the cells above first (Run → Run All Above Selected Cell).
 
 
 # %%
@@ -204,11 +212,14 @@ class StopStrings:
 
 today.check(StopStrings)
 
+# %% [markdown]
+# The cell below holds the package's version; from here on this notebook uses it.
+
 
 # %% jupyter={"source_hidden": true}
 # lands in nanoserve/generate.py: StopStrings
 class StopStrings:
-    """Holds text back for as long as it may still turn out to be a stop string."""
+    """Holds text back while it may be the beginning of a stop string."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = stops
@@ -216,12 +227,12 @@ class StopStrings:
         self.found = False
 
     def add(self, piece: str) -> str:
-        """The text that can be shown now; once a stop string has come, nothing from it on."""
+        """The text that can be shown now. From the first stop string on, nothing."""
         if self.found:
             return ""
         text = self._held + piece
         found = [(text.find(s) + len(s), text.find(s)) for s in self._stops if s in text]
-        if found:  # the first that is complete, so it never matters how the text came in pieces
+        if found:  # The stop string that is complete first: the cut between pieces does not matter.
             self.found, self._held = True, ""
             return text[: min(found)[1]]
         keep = self._undecided(text)
@@ -229,12 +240,12 @@ class StopStrings:
         return text[: len(text) - keep]
 
     def finish(self) -> str:
-        """What was held back and never became a stop string."""
+        """The text that is still held back."""
         text, self._held = self._held, ""
         return text
 
     def _undecided(self, text: str) -> int:
-        """The length of the longest end of text that begins some stop string."""
+        """The length of the longest suffix of text that is a prefix of a stop string."""
         longest = max((len(stop) - 1 for stop in self._stops), default=0)
         return next(
             (
@@ -251,20 +262,21 @@ stop, shown = StopStrings(["Oranges"]), []
 for token_id in answer:
     shown.append(stop.add(tokenizer.decode([token_id])))
 print([*shown, stop.finish()], stop.found)
+assert "".join(shown) == "1. Bananas\n2. " and stop.found
 
 # %% [markdown]
-# The empty strings are moments of waiting. Nothing of "Oranges" came through.
+# An empty string means that nothing could be shown. No letter of "Oranges" came through.
 #
-# ## Prove it: every stop string there is
+# ## Prove it: thousands of stop strings
 #
-# Ten recorded answers. Take **every** run of 1 to 8 characters in each of them as a stop string; send
-# the answer through token by token, and compare with the plain truth: the text up to where that
-# string first ends.
+# Take the ten recorded answers. Use **every** run of 1 to 8 characters in each of them as a stop string,
+# send the answer through token by token, and compare with the right result: the text before the
+# string's first occurrence.
 
 
 # %%
 def streamed(ids, stops):
-    """The pieces that a reader sees of these tokens."""
+    """The pieces of text that a reader sees of these tokens."""
     detokenizer, stop = Detokenizer(tokenizer), StopStrings(stops)
     pieces = [stop.add(detokenizer.add(i)) for i in ids]
     return [*pieces, stop.add(detokenizer.finish()), stop.finish()]
@@ -285,30 +297,31 @@ print("leaked or lost:", leaked)
 assert leaked == 0
 
 # %% [markdown]
-# And without any of them, nothing is lost: the pieces are the text.
+# And where no stop string comes, nothing is lost: the pieces joined are the text.
 
 # %%
 for name in ("emoji", "japanese", "story"):
     ids = recorded[name]["greedy_ids"]
     pieces = streamed(ids, ["no such text"])
     print(name, "".join(pieces) == tokenizer.decode(ids))
+    assert "".join(pieces) == tokenizer.decode(ids)
 
 # %% [markdown]
-# ## A stream, and what is left of it
+# ## A stream, and the completion
 #
-# `Stream` is the loop with its three filters in a row: tokens, then characters (Day 3's detokeniser),
-# then stop strings. `Completion` is what remains when it is over.
+# `Stream` puts three things in a row: the loop gives tokens, Day 3's detokeniser makes characters, and
+# `StopStrings` holds some of them back. `Completion` is the whole answer at the end.
 
 
 # %% jupyter={"source_hidden": true}
 # lands in nanoserve/generate.py: Completion, Stream
 @dataclass(frozen=True)
 class Completion:
-    """What a prompt was answered with.
+    """The result of one prompt.
 
-    `text` leaves out the end token and a stop string; `token_ids` holds every token generated.
-    `finish_reason` is "stop" (an end token or a stop string) or "length". `logprobs` has one
-    Sample a token where SamplingParams asked for them, else it is None.
+    `text` excludes the end token and the stop string; `token_ids` has every generated token.
+    `finish_reason` is "stop" (an end token or a stop string) or "length". `logprobs` has one Sample
+    per token if SamplingParams.logprobs is set, else it is None.
     """
 
     text: str
@@ -318,7 +331,7 @@ class Completion:
 
 
 class Stream:
-    """Pieces of text as they can be shown; iterate once. Joined, they are completion.text."""
+    """Yields pieces of text; iterate once. The pieces joined are completion.text."""
 
     def __init__(
         self,
@@ -363,7 +376,7 @@ class Stream:
 
     @property
     def completion(self) -> Completion:
-        """The whole answer; draws what has not been drawn yet."""
+        """The whole result; runs the rest of the stream first."""
         for _ in self:
             pass
         logprobs = None if self._params.logprobs is None else self._logprobs
@@ -371,29 +384,30 @@ class Stream:
 
 
 # %% [markdown]
-# Look at `completion`: the batch answer is the stream, read to its end. There is no second path that
-# could give other text.
+# Look at `completion`: it reads the stream to its end. So no second code path can give other text.
 #
-# Then the public face. It is long, but it holds no idea that you have not met: it loads a model and a
-# tokenizer, makes **a new cache for every prompt** (Day 11's stale past), and refuses bad prompts by
-# name before any work is done.
+# Then `LLM`, the class that users see. It is long, but has no new idea: it loads a model and a
+# tokenizer, makes **a new cache for every prompt** (see the mistake on Day 11), and raises a clear
+# error for a bad prompt before any work is done.
 
 
 # %% jupyter={"source_hidden": true}
 # lands in nanoserve/generate.py: LLM
 class LLM:
-    """A model, its tokenizer and a kind of cache: the public face of the engine."""
+    """A model, its tokenizer and a kind of cache: the public interface of the engine."""
 
     def generate(
         self,
         prompts: str | Sequence[int] | Sequence[str | Sequence[int]],
         params: SamplingParams | None = None,
     ) -> list[Completion]:
-        """Complete one prompt or several; a prompt is text, or token ids, used as they are.
+        """Complete one prompt or several. A prompt is text, or token ids, which are used unchanged.
 
-        Raises ValueError, before any work, for an empty prompt, one longer than the model's
-        context, or an id outside the vocabulary.
+        Raises ValueError, before any work, for a prompt that is empty or longer than the model's
+        context, and for an id outside the vocabulary.
         """
+        if not isinstance(prompts, str) and not hasattr(prompts, "__len__"):
+            raise ValueError(f"prompts must be text, token ids, or a list of them, got {prompts!r}")
         single = isinstance(prompts, str) or (len(prompts) and not isinstance(prompts[0], Sequence))
         checked = [self._prompt_ids(prompt) for prompt in ([prompts] if single else prompts)]
         return [self.stream(ids, params).completion for ids in checked]
@@ -401,11 +415,11 @@ class LLM:
     def chat(
         self, messages: list[dict[str, str]], params: SamplingParams | None = None
     ) -> Completion:
-        """The assistant's answer to [{"role": "user", "content": …}, …]; errors as for generate."""
+        """Complete a conversation [{"role": "user", "content": …}, …]; errors as for generate."""
         return self.stream(self.chat_ids(messages), params).completion
 
     def chat_ids(self, messages: list[dict[str, str]]) -> list[int]:
-        """A conversation as the token ids that the model was trained to answer."""
+        """The token ids of a conversation in the checkpoint's chat template."""
         return self.tokenizer.encode(self.tokenizer.render_chat(messages), parse_special=True)
 
     def _prompt_ids(self, prompt: str | Sequence[int]) -> list[int]:
@@ -430,8 +444,8 @@ class LLM:
 
 
 # %% [markdown]
-# What is missing is how it begins, and how a stream gets its cache. There is one kind today; Day 19 adds
-# the paged one and rewrites this cell.
+# The constructor and `stream`, which makes the cache, stand in a cell of their own. There is one kind of
+# cache today; Day 19 adds the paged one and rewrites this cell.
 
 
 # %% jupyter={"source_hidden": true}
@@ -471,8 +485,8 @@ class LLM(LLM):
 # %% [markdown]
 # ## Prove it: the engine
 #
-# The engine whole, made of the cells above. Streamed and in one piece, with a stop string that is split
-# over tokens, and with one that never comes:
+# Run the whole engine, made of the cells above, as a stream and in one piece: with a stop string that is
+# split over tokens, with one that begins with a line break, and with one that never comes:
 
 # %%
 llm = LLM("smollm2")
@@ -487,8 +501,8 @@ for stop in (["Oranges"], ["\n2"], ["Melon"]):
 
 # %% [markdown]
 # An answer ends for one of two reasons. `"stop"`: the model wrote an end token, or a stop string came.
-# `"length"`: `max_tokens` were written, or the context is full. A program that sees "length" knows
-# that the answer is cut off.
+# `"length"`: `max_tokens` tokens were written, or the context is full. So "length" tells a program that
+# the answer is cut off.
 
 # %%
 for tokens in (4, 20):
@@ -496,7 +510,7 @@ for tokens in (4, 20):
     print(f"{len(c.token_ids):2} tokens, {c.finish_reason:6} {c.text!r}")
 
 # %% [markdown]
-# Bad requests are told in one sentence, before anything runs:
+# A bad request raises an error of one sentence, before anything runs:
 
 # %%
 for prompt_or_ids in ("", [1, 49_152], ["a", 2.5]):
@@ -508,17 +522,19 @@ for prompt_or_ids in ("", [1, 49_152], ["a", 2.5]):
 # %% [markdown]
 # ## Measure it: what a reader waits for
 #
-# A reader feels two numbers: the **time to first token**, and the **time per token** after that. The
-# first is prefill, so it grows with the prompt. The second is decode.
+# A reader notices two numbers: the **time to first token** (TTFT) and the **time per output token**
+# (TPOT) after that. The first is mostly prefill, so it grows with the prompt. The second is decode.
 #
-# Two prompts, 16 tokens long and 256, and 12 tokens of answer to each. If the answer came in one piece,
-# a reader would wait for all of it. With a stream they wait for the first piece only.
+# Take two prompts, of 16 and of 256 tokens, and 12 tokens of answer to each. If the answer came in one
+# piece, a reader would wait for all of it. With a stream the reader waits for the first token only.
 
 # %%
 today.predict(
     "share",
-    "Short prompt: after what share of the whole time is the first piece there? (0 to 1)",
+    "Short prompt: after what share of the whole time does the first token come? (0 to 1)",
     guess=None,
+    low=0,
+    high=1,
 )
 
 # %%
@@ -528,7 +544,7 @@ long_prompt = tokenizer.encode("One day at the harbour, the gulls and the boats.
 
 
 def arrivals(length):
-    """Milliseconds from the question to each token of its answer."""
+    """Milliseconds from the request to each token of its answer."""
     begin, stamps = time.perf_counter(), []
     cache = NaiveKVCache(model.config)
     for _ in generate_tokens(model, long_prompt[:length], SamplingParams(max_tokens=12), cache):
@@ -545,14 +561,15 @@ for length, stamps in waits.items():
     per_token = (stamps[-1] - stamps[0]) / 11
     print(f"prompt of {length:3}: first token {stamps[0]:4.0f} ms, then {per_token:3.0f} ms each")
 share = waits[16][0] / waits[16][-1]
-print(f"first piece after {share:.2f} of the time; your guess: {today.guess('share') or 'none'}")
+print(f"first token after {share:.2f} of the time; your guess: {today.guess_text('share')}")
 assert waits[16][0] < waits[16][-1] / 2
 assert waits[256][0] > 2 * waits[16][0]
 
-# %%
+# %% jupyter={"source_hidden": true}
+# Draws the plot: When the tokens come
 from nanoserve.course.plots import COLOURS, figure, label_line, prediction_marker
 
-fig, ax = figure(height=3.0, xlabel="milliseconds after the question", title="When the tokens come")
+fig, ax = figure(height=3.0, xlabel="milliseconds after the request", title="When the tokens come")
 for row, stamps in enumerate(waits.values()):
     ax.plot([0, stamps[0]], [row, row], color=COLOURS["muted"], linewidth=1.5)
     ax.plot(stamps, [row] * 12, "o", color=COLOURS["contiguous"])
@@ -565,18 +582,19 @@ ax.set_yticklabels(["16 tokens\nof prompt", "256 tokens\nof prompt"])
 fig
 
 # %% [markdown]
-# Each dot is a token that a streaming reader has and a waiting one has not. The dots are nearly equally
-# far apart in both rows: a step of decode costs nearly the same whatever came before. The line in front of
-# them is prefill, which no stream can shorten.
+# Each dot is a token. With a stream a reader sees it at once; without one, only when the last has come.
+# The line in front of the dots is prefill, and a stream cannot shorten it: it is longer for the longer
+# prompt. The distance between two dots is a step of decode. If the dots of both rows are about equally
+# far apart in your run, 240 more cached tokens cost little in each step.
 #
-# What it does not show: a stop string makes some dots late, since held text is not shown; and two
-# readers at once. With one prompt after another, the second reader waits for the first to finish. A
-# later phase is about that.
+# The limits of this plot: held text would make some dots later. And there is only one reader. With one
+# prompt after another, a second reader waits until the first answer is complete. A later phase is about
+# that.
 #
 # ## Your answer is the engine
 #
-# The package's engine, inside `today.mine()` with your `StopStrings`, once it has passed. It runs the
-# loop that you have just read.
+# This is the package's engine. Inside `today.mine()` it runs your `StopStrings`, if it has passed its
+# check.
 
 # %%
 import nanoserve
@@ -589,17 +607,17 @@ with today.mine():
 # %% [markdown]
 # ## What you learned
 #
-# 1. **What is shown cannot be taken back,** so hold what may still change, and not a letter more.
-# 2. **One loop, many faces.** Greedy is a temperature, batch is a stream read to its end, and paths that
-#    are one cannot disagree.
-# 3. **A reader feels two numbers:** the time to the first token, and the time per token after it.
+# 1. **Shown text cannot be taken back,** so hold what may become a stop string, and nothing more.
+# 2. **One loop for all.** Greedy is temperature 0, and a whole answer is a stream read to its end. One
+#    code path cannot disagree with itself.
+# 3. **A reader notices two numbers:** the time to first token, and the time per output token.
 #
 # ## Tomorrow
 #
-# The engine is whole, and it has a cache. What did the cache buy, in numbers that can be defended? Day
-# 13 builds the benchmark and bends Day 1's curve.
+# The engine is complete, and it has a cache. How much faster is it with the cache? Day 13 builds a
+# benchmark to answer that, and draws Day 1's curve again.
 #
-# **In one paragraph.** We wrote one loop for all of it: greedy or sampled, cached or not. Text goes out
-# as soon as it is sure: half a character waits for its other half, and a beginning of a stop string
-# waits until it is none. A batch answer is a stream read to its end. So the reader has the first word
-# after the prompt is read, and never a letter that should not have been there.
+# **In one paragraph.** We wrote one loop for greedy and sampled text, with a cache and without. Text is
+# shown as soon as it is certain: half a character waits for its other half, and the beginning of a
+# stop string waits until it can no longer become one. A whole answer is a stream read to its end. So a
+# reader sees the first word right after prefill, and never a letter of a stop string.

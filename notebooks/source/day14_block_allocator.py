@@ -75,11 +75,11 @@ today.glossary("slot", "block", "pool", "allocator", "fragmentation", "double fr
 
 # %% jupyter={"source_hidden": true}
 # lands in nanoserve/cache.py: BLOCK_SIZE, KVCacheExhausted
-BLOCK_SIZE = 16  # slots of a block: small enough to waste little, large enough for a short table
+BLOCK_SIZE = 16  # slots in a block: a small one wastes little, a large one keeps tables short
 
 
 class KVCacheExhausted(RuntimeError):
-    """The pool has too few free blocks; whatever asked for them has changed nothing."""
+    """The pool has too few free blocks. The call that raised this has changed nothing."""
 
 
 # %% [markdown]
@@ -106,6 +106,8 @@ class KVCacheExhausted(RuntimeError):
 # | blocks | 0 | 1 | 1 | 1 | 2 | 2 | 3 |
 #
 # Stuck? `today.hint()` looks at the case that failed.
+#
+# After a kernel restart, run the cells above first (Run → Run All Above Selected Cell).
 
 
 # %%
@@ -138,10 +140,9 @@ today.check(BlockAllocator)
 # %% jupyter={"source_hidden": true}
 # lands in nanoserve/cache.py: BlockAllocator
 class BlockAllocator:
-    """Hands out the blocks of a pool; each has one owner at a time, or is free.
+    """Hands out the blocks of a pool. Each block is free, or has one owner.
 
-    Free blocks are a stack: the one given back last is taken next, while it is warm in the cache.
-    Invariant: free + owned = num_blocks, and no block is both.
+    The free list is last in, first out. Invariant: free + owned = num_blocks, and no block is both.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -156,7 +157,7 @@ class BlockAllocator:
 
     @property
     def num_free(self) -> int:
-        """How many blocks nobody owns."""
+        """The number of free blocks."""
         return len(self._free)
 
     def allocate(self) -> int:
@@ -164,7 +165,10 @@ class BlockAllocator:
         return self.allocate_for(1)[0]
 
     def allocate_for(self, num_tokens: int) -> list[int]:
-        """Take just enough blocks for num_tokens, all or none. Raises KVCacheExhausted."""
+        """Take just enough blocks for num_tokens tokens and return their ids, in order.
+
+        Raises KVCacheExhausted, and takes no block, where too few are free.
+        """
         if num_tokens < 0:
             raise ValueError(f"num_tokens must be at least 0, got {num_tokens}")
         needed = -(-num_tokens // self.block_size)  # rounded up
@@ -175,7 +179,7 @@ class BlockAllocator:
         return blocks
 
     def free(self, block_id: int) -> None:
-        """Give a block back. Raises ValueError for one that is free already or was never here."""
+        """Give a block back. Raises ValueError for a block that is free or not in the pool."""
         if block_id not in self._owned:
             known = isinstance(block_id, int) and 0 <= block_id < self.num_blocks
             reason = "is free already" if known else f"is none of the pool's {self.num_blocks}"
@@ -311,12 +315,10 @@ print(f"half of them below {sorted(lengths)[100]}")
 # ones. The percentages below belong to this mix.
 
 # %%
-today.predict(
-    "strip", "A strip of 2,048 slots for each request: per cent that stay empty?", guess=None
-)
-today.predict(
-    "blocks", "Blocks of 16 slots: per cent of the owned slots that stay empty?", guess=None
-)
+question = "A strip of 2,048 slots for each request: per cent that stay empty?"
+today.predict("strip", question, guess=None, low=0, high=100)
+question = "Blocks of 16 slots: per cent of the owned slots that stay empty?"
+today.predict("blocks", question, guess=None, low=0, high=100)
 
 # %% [markdown]
 # The allocator itself does the counting. A strip for the longest text is a pool too: its blocks have
@@ -373,10 +375,11 @@ slots = {
 per_slot = 2 * config.num_layers * config.n_kv * config.head_dim * 4  # k and v, float32
 for name, number in slots.items():
     print(f"{name:20} {number * per_slot / 1e9:5.2f} GB, {waste(number):4.1f}% empty")
-print("your guesses, in per cent:", today.guess("strip"), "and", today.guess("blocks"))
+print("your guesses, in per cent:", today.guess_text("strip"), "and", today.guess_text("blocks"))
 assert waste(slots["blocks of 16"]) < 3 < 20 < waste(slots["a strip that doubles"])
 
-# %%
+# %% jupyter={"source_hidden": true}
+# Draws the plot: 200 requests: reserved and used
 from nanoserve.course.plots import COLOURS, figure, label_line, line, log2_axis, prediction_marker
 
 fig, ax = figure(xlabel="GB of keys and values", title="200 requests: reserved and used")
@@ -415,7 +418,8 @@ for size, found, paper in zip(sizes, counted, half_a_block):
         f"blocks of {size:3}: {found:4.1f}% empty, on paper {paper:4.1f}%, {entries:4.1f} a request"
     )
 
-# %%
+# %% jupyter={"source_hidden": true}
+# Draws the plot: Waste against block size
 fig, ax = figure(
     xlabel="slots of a block", ylabel="% of owned slots empty", title="Waste against block size"
 )

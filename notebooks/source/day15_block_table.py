@@ -81,7 +81,7 @@ from nanoserve.cache import BLOCK_SIZE, BlockAllocator, KVCacheExhausted
 # %% jupyter={"source_hidden": true}
 # lands in nanoserve/cache.py: BlockTable
 class BlockTable:
-    """One sequence's blocks in order: where each of its positions lies in the pool."""
+    """The blocks of one sequence, in order: maps each position to its place in the pool."""
 
     def __init__(self, allocator: BlockAllocator) -> None:
         self.blocks: list[int] = []
@@ -89,7 +89,7 @@ class BlockTable:
 
     @property
     def capacity(self) -> int:
-        """How many tokens the blocks have room for."""
+        """The number of tokens that the blocks can hold."""
         return len(self.blocks) * self._allocator.block_size
 
 
@@ -103,6 +103,8 @@ class BlockTable:
 # That includes -1, for which Python's indexing would return the last block.
 #
 # It is a method, written here as a function; the check puts it into the class.
+#
+# After a kernel restart, run the cells above first (Run → Run All Above Selected Cell).
 
 
 # %%
@@ -119,7 +121,7 @@ today.check(slot)
 # lands in nanoserve/cache.py: BlockTable.locate, BlockTable.slot
 class BlockTable(BlockTable):
     def locate(self, position: int) -> tuple[int, int]:
-        """The (block id, offset in the block) of a position. Raises ValueError past capacity."""
+        """(block id, offset in the block) of a position. Raises ValueError past the capacity."""
         if not 0 <= position < self.capacity:
             raise ValueError(f"position {position} is outside the table's {self.capacity} slots")
         index, offset = divmod(position, self._allocator.block_size)
@@ -176,7 +178,10 @@ today.check(grow)
 # lands in nanoserve/cache.py: BlockTable.grow
 class BlockTable(BlockTable):
     def grow(self, num_tokens: int) -> None:
-        """Own enough blocks for num_tokens tokens in all. Raises KVCacheExhausted, unchanged."""
+        """Take blocks until the table can hold num_tokens tokens in all.
+
+        Raises KVCacheExhausted, with the table unchanged, where too few blocks are free.
+        """
         self.blocks += self._allocator.allocate_for(max(0, num_tokens - self.capacity))
 
 
@@ -287,7 +292,8 @@ def in_turns(size, prompts, more):
     ]
 
 
-# %%
+# %% jupyter={"source_hidden": true}
+# Draws the plot: Three texts in one pool
 from nanoserve.course.exercises.day15 import SHADES
 from nanoserve.course.plots import COLOURS, figure, label_line, line, log2_axis, prediction_marker
 
@@ -318,7 +324,8 @@ fig
 # sequences.
 
 # %%
-today.predict("next", "Blocks of 16: per cent of the steps that go to the next slot?", guess=None)
+question = "Blocks of 16: per cent of the steps that go to the next slot?"
+today.predict("next", question, guess=None, low=0, high=100)
 
 # %%
 from itertools import pairwise
@@ -331,7 +338,7 @@ for size in sizes:
     print(
         f"blocks of {size:2}: {share[-1]:5.1f}% to the next slot, {-(-512 // size):3} table entries"
     )
-print("your guess for 16:", today.guess("next"))
+print("your guess for 16:", today.guess_text("next"))
 assert 93 < share[sizes.index(16)] < 95
 
 # %%

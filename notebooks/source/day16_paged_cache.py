@@ -66,7 +66,7 @@ today.glossary("block", "slot", "slot mapping", "scatter", "gather")
 # heads of one token in one layer lie together, so a token is one row to write. One table serves all
 # layers, because a token has the same slot number in each.
 #
-# Tomorrow uses `poison`.
+# Tomorrow uses `poison` and `_free_poisoned`.
 
 # %%
 import torch
@@ -78,10 +78,10 @@ from nanoserve.config import ModelConfig
 # %% jupyter={"source_hidden": true}
 # lands in nanoserve/cache.py: KVPool
 class KVPool:
-    """The keys and values of all layers and of many sequences, in one place.
+    """The memory for keys and values of all layers, which many sequences share.
 
     k and v are [num_layers, num_slots, n_kv, head_dim]; slot s is offset s % block_size of block
-    s // block_size. With `poison`, slots that nobody owns hold NaN, so a stale read shows at once.
+    s // block_size. With `poison`, free slots hold NaN, so that a read of one spoils the result.
     """
 
     def __init__(
@@ -99,6 +99,17 @@ class KVPool:
         self.k = torch.full(shape, fill, dtype=dtype, device=device)
         self.v = torch.full(shape, fill, dtype=dtype, device=device)
         self._poison = poison
+        if poison:
+            self.allocator.free = self._free_poisoned
+
+    def _free_poisoned(self, block_id: int) -> None:
+        """The allocator's free in a pool with poison: refuse a block that still has its content."""
+        allocator = self.allocator
+        if block_id in range(allocator.num_blocks):
+            slots = slice(block_id * allocator.block_size, (block_id + 1) * allocator.block_size)
+            if not (self.k[:, slots].isnan().all() and self.v[:, slots].isnan().all()):
+                raise ValueError(f"block {block_id} is not poisoned: give it back by release")
+        type(allocator).free(allocator, block_id)
 
 
 # %% [markdown]
@@ -127,22 +138,22 @@ print("free blocks:", pool.allocator.num_free)
 # %% jupyter={"source_hidden": true}
 # lands in nanoserve/cache.py: PagedKVCache
 class PagedKVCache:
-    """One sequence's view of a pool: its block table, its length and its slot mapping."""
+    """The paged cache of one sequence: its block table, length and slot mapping in a pool."""
 
     def __init__(self, pool: KVPool) -> None:
         self.seq_len = 0
         self.pool = pool
         self.table = BlockTable(pool.allocator)
         self._slots = torch.empty(0, dtype=torch.int64, device=pool.k.device)
-        self._mapped = 0  # how many positions _slots holds
+        self._mapped = 0  # the number of positions in _slots
 
     @property
     def slot_mapping(self) -> torch.Tensor:
-        """The physical slot of each token held, oldest first: int64 [seq_len], on the device."""
+        """The slot of each token held, oldest first: int64 [seq_len], on the pool's device."""
         return self._slots[: self.seq_len]
 
     def _map(self, end: int) -> None:
-        """Extend the slot mapping to `end` positions; what it holds already is not touched."""
+        """Extend the slot mapping to `end` positions; entries that exist are not recomputed."""
         if end <= self._mapped:
             return
         self.table.grow(end)
@@ -183,7 +194,8 @@ print("slots: ", cache._slots[:9].tolist())
 # `_write` is called once for each layer of a step, layer 0 first, with this step's `k` and `v`
 # `[1, n_kv, query_len, head_dim]`.
 #
-# 1. A cache holds one sequence: any other batch is a ValueError that says how many came.
+# 1. A cache holds one sequence. For any other batch raise a ValueError that names its size, before
+#    anything changes.
 # 2. After this step the cache holds `end = self.seq_len + query_len` tokens. `self._map(end)` makes sure
 #    that there are slots for them, or raises `KVCacheExhausted`. **Change nothing before that.**
 # 3. Position `p` lies in slot `self._slots[p]`. Write this step's rows into `self.pool.k[layer]` and
@@ -195,6 +207,8 @@ print("slots: ", cache._slots[:9].tolist())
 # `slots[i]` of `pool`. And `pool[slots]`, with a tensor of slots, is a *copy*: use it to read, not to write.
 #
 # Stuck? `today.hint()` looks at the case that failed.
+#
+# After a kernel restart, run the cells above first (Run → Run All Above Selected Cell).
 
 
 # %%
@@ -219,10 +233,11 @@ class PagedKVCache(PagedKVCache):
     def append(
         self, layer: int, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write k, v [1, n_kv, query_len, head_dim] through their slots; return all K and V so far.
+        """Write k, v [1, n_kv, query_len, head_dim] of one layer into their slots; gather all.
 
-        Raises KVCacheExhausted where the pool has no room, with nothing written or taken, and
-        ValueError for more than one sequence.
+        Returns contiguous copies of all K and V of the layer, [1, n_kv, kv_len, head_dim]. Raises
+        KVCacheExhausted where too few blocks are free, with nothing written and no block taken,
+        and ValueError for a batch of more than one sequence.
         """
         slots = self._write(layer, k, v)
         # [kv_len, n_kv, head_dim] -> [1, n_kv, kv_len, head_dim], as NaiveKVCache lays it out
@@ -232,9 +247,9 @@ class PagedKVCache(PagedKVCache):
         return k[None], v[None]
 
     def _write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Scatter k and v into their slots; the slots [kv_len] of the history, theirs included.
+        """Write k and v into their slots; return the slots of all tokens so far: [kv_len].
 
-        seq_len moves with the last layer, so all layers of a step see the same mapping.
+        The last layer advances seq_len, so that all layers of a step use the same mapping.
         """
         if k.shape[0] != 1:
             raise ValueError(f"a cache holds one sequence, got a batch of {k.shape[0]}")
@@ -364,7 +379,8 @@ assert torch.equal(before, pool.k) and not third.table.blocks
 # it could extend the list, as `_map` does. At 4,096 tokens, how many times longer does rebuilding take?
 
 # %%
-today.predict("rebuild", "At 4,096 tokens, how many times longer does rebuilding take?", guess=None)
+question = "At 4,096 tokens, how many times longer does rebuilding take?"
+today.predict("rebuild", question, guess=None, low=0)
 
 # %% tags=["nbval-ignore-output"]
 from dataclasses import replace
@@ -397,10 +413,11 @@ def at(length):
 at(64)  # warm up
 extend, rebuild = zip(*(at(length) for length in lengths))
 print(f"at 4,096 tokens: {extend[-1]:.0f} µs to extend, {rebuild[-1]:,.0f} µs to rebuild")
-print(f"{rebuild[-1] / extend[-1]:.0f} times; your guess: {today.guess('rebuild')}")
+print(f"{rebuild[-1] / extend[-1]:.0f} times; your guess: {today.guess_text('rebuild')}")
 assert rebuild[-1] > 10 * extend[-1] and extend[-1] < 10 * extend[0]
 
-# %%
+# %% jupyter={"source_hidden": true}
+# Draws the plot: The slots of a decode step
 from nanoserve.course.plots import COLOURS, figure, line, log2_axis, prediction_marker
 
 title = "The slots of a decode step"

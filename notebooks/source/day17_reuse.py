@@ -70,9 +70,10 @@ from nanoserve.cache import BlockTable, KVPool, NaiveKVCache, PagedKVCache
 # lands in nanoserve/cache.py: BlockTable.free
 class BlockTable(BlockTable):
     def free(self) -> None:
-        """Give every block back; a second call has nothing left to give."""
+        """Give every block back to the allocator; a second call does nothing."""
         while self.blocks:
-            self._allocator.free(self.blocks.pop())
+            self._allocator.free(self.blocks[-1])
+            self.blocks.pop()
 
 
 # %% [markdown]
@@ -114,6 +115,8 @@ for name, fifth in (("zeros", torch.zeros(1, 8)), ("NaN", torch.full((1, 8), tor
 # 3. Give the blocks back: `table.free()`.
 #
 # Stuck? `today.hint()` looks at the case that failed.
+#
+# After a kernel restart, run the cells above first (Run → Run All Above Selected Cell).
 
 
 # %%
@@ -129,7 +132,7 @@ today.check(release)
 # lands in nanoserve/cache.py: KVPool.release
 class KVPool(KVPool):
     def release(self, table: BlockTable) -> None:
-        """Take a sequence's blocks back, and poison their slots where that was asked for."""
+        """Give a table's blocks back to the allocator; with `poison`, fill their slots with NaN."""
         size = self.allocator.block_size
         for block in table.blocks if self._poison else ():
             self.k[:, block * size : (block + 1) * size] = torch.nan
@@ -138,6 +141,10 @@ class KVPool(KVPool):
 
 
 # %% [markdown]
+# `table.free()` alone would give the blocks back with their content, and a stale read would go unnoticed. A pool
+# with poison does not allow that: Day 16's `_free_poisoned` takes the place of the allocator's `free` there, and
+# refuses a block whose slots do not all hold NaN.
+#
 # ## Your turn: `free`
 #
 # `free` is the same for one sequence, a method of `PagedKVCache`. The cache stores `self.table`,
@@ -166,7 +173,7 @@ today.check(free)
 # lands in nanoserve/cache.py: PagedKVCache.free
 class PagedKVCache(PagedKVCache):
     def free(self) -> None:
-        """Give every block back and forget the sequence; may be called twice."""
+        """Give every block back and set the length to 0; a second call does nothing."""
         self.pool.release(self.table)
         self.seq_len = self._mapped = 0
 
@@ -323,16 +330,16 @@ for poison in (False, True):
 # no block is given back, the count only rises. What is the largest count if every block is?
 
 # %%
-today.predict(
-    "peak", "A thousand requests, four at a time: how many blocks at the peak?", guess=None
-)
+question = "A thousand requests, four at a time: how many blocks at the peak?"
+today.predict("peak", question, guess=None, low=1)
 
 # %%
 never = serve(KVPool(tiny, num_blocks=8000, block_size=16), requests, give_back=False)
 print(f"with reuse {max(reused)} blocks at the peak, without {max(never):,}")
-print(f"{max(never) / max(reused):.0f} times fewer; your guess: {today.guess('peak')}")
+print(f"{max(never) / max(reused):.0f} times fewer; your guess: {today.guess_text('peak')}")
 
-# %%
+# %% jupyter={"source_hidden": true}
+# Draws the plot: Four at a time
 from nanoserve.course.plots import COLOURS, figure, label_line, prediction_marker
 
 fig, ax = figure(xlabel="requests served", ylabel="blocks owned", title="Four at a time")

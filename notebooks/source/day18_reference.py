@@ -101,6 +101,8 @@ print(list(history.shape), "position 16 is slot 32:", torch.equal(history[16], k
 #
 # Write it plainly. This function need not be fast; it must be easy to believe. Stuck? `today.hint()` looks
 # at the case that failed.
+#
+# After a kernel restart, run the cells above first (Run → Run All Above Selected Cell).
 
 # %%
 from nanoserve.layers import sdpa
@@ -125,15 +127,15 @@ today.check(paged_attention_reference)
 
 # %% jupyter={"source_hidden": true}
 # lands in nanoserve/kernels/reference.py: ATOL, RTOL, tolerance, paged_attention_reference
-ATOL, RTOL = 1e-5, 1e-4  # how far a float32 backend may be from the oracle
+ATOL, RTOL = 1e-5, 1e-4  # how far a float32 result may be from the oracle's
 
 
 def tolerance(dtype: torch.dtype) -> tuple[float, float]:
-    """(atol, rtol) for a backend's output in dtype, against the oracle on the same inputs.
+    """(atol, rtol) for a backend's output in `dtype`, compared with the oracle on the same inputs.
 
-    In float16 and bfloat16 the oracle of several queries rounds them, its scores and its weights to
-    the dtype (one query alone attends in float32), and a kernel need not round any: two units of
-    the dtype's precision, of a value of order 1 and relative.
+    In float16 and bfloat16 both are two units of the dtype's precision (eps). With several queries
+    the oracle rounds queries, scores and weights to the dtype; a kernel may keep float32. A single
+    query is computed in float32 by the oracle too.
     """
     if dtype == torch.float32:
         return ATOL, RTOL
@@ -148,12 +150,12 @@ def paged_attention_reference(
     n_rep: int,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Causal attention over keys and values that lie scattered in a pool.
+    """Causal attention over keys and values in the slots of a pool.
 
     q [1, n_q, query_len, head_dim]; k_pool, v_pool [num_slots, n_kv, head_dim]; slot_mapping
-    [kv_len], the slot of each position, oldest first, the queries being the last query_len of them;
+    [kv_len], the slot of each position, oldest first; the queries are the last query_len positions;
     n_rep = n_q // n_kv; scale defaults to head_dim ** -0.5 -> [1, n_q, query_len, head_dim].
-    torch.equal to sdpa over the same keys and values laid out contiguously.
+    The result is torch.equal to sdpa over contiguous copies. Raises ValueError for a wrong n_rep.
     """
     n_q, n_kv = q.shape[1], k_pool.shape[1]
     if n_q != n_kv * n_rep:
@@ -276,9 +278,8 @@ for dtype in (torch.float32, torch.float16, torch.bfloat16):
 # that was computed differently. A plausible fault is attention that misses its oldest key. Guess first.
 
 # %%
-today.predict(
-    "digits", "How far is PyTorch's float32 attention from ours? 10 to the minus ...", guess=None
-)
+question = "How far is PyTorch's float32 attention from ours? 10 to the minus ..."
+today.predict("digits", question, guess=None, low=0, high=16)
 
 
 # %%
@@ -305,7 +306,8 @@ assert all(row[torch.float32] < ATOL < 0.1 * row["fault"] for row in measured.va
 assert measured[4_096]["fault"] < tolerance(torch.bfloat16)[0]
 print("float32 noise below ATOL, a missing key ten times above it, at every length")
 
-# %%
+# %% jupyter={"source_hidden": true}
+# Draws the plot: Noise, faults, and the line between them
 from nanoserve.course.plots import COLOURS, figure, label_line, line, log2_axis, prediction_marker
 
 fig, ax = figure(

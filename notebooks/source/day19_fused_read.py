@@ -11,7 +11,7 @@
 #
 # Week 5 · Phase 2, paged memory · you need: Day 18 (Freeze the target)
 #
-# **Today** the cache learns to attend. It is handed the query with the keys and values, and gives back
+# **Today** the cache gets a method that attends. It takes the query with the keys and values, and returns
 # the answer instead of the history. Attention grows one branch for it, the last it will ever need.
 
 # %% jupyter={"source_hidden": true}
@@ -41,14 +41,14 @@ today.picture("fused-read")
 # %% [markdown]
 # ## Why it matters
 #
-# Since Day 16 the engine could run on scattered blocks, in a roundabout way: `append` wrote the new keys
-# into their slots, then copied **the whole history** out of the pool, in every layer of every step, so
-# that attention could have it side by side. The blocks save memory, and the copy pays for it in time.
+# Since Day 16 the engine can run on scattered blocks, but not directly: `append` writes the new keys into
+# their slots, then copies **all keys and values** out of the pool, in every layer of every step, so that
+# attention finds them side by side. The blocks save memory, and the copy costs time.
 #
-# A kernel that reads the blocks where they lie needs no copy. But it needs somebody to call it, and
-# attention only knows `append`, which promises the history in one piece. So the interface has to change
-# before the kernel can come: hand over the question, take the answer. We make that change now, with
-# the reference behind it, while everything can still be compared bit for bit.
+# A kernel that reads the blocks where they lie needs no copy. But attention only calls `append`, which
+# returns K and V in one piece. So the interface has to change before the kernel can come: attention passes
+# the query to the cache, and the cache returns the output. We make that change now, with the reference in
+# the place of the kernel, while everything can still be compared bit for bit.
 
 # %%
 today.glossary("fused", "gather", "slot mapping", "byte-equal", "plumbing", "spy")
@@ -56,9 +56,9 @@ today.glossary("fused", "gather", "slot mapping", "byte-equal", "plumbing", "spy
 # %% [markdown]
 # ## The cache attends
 #
-# One method, next to `append`. It writes this step's keys and values as `append` does (the same
-# `_write`, Day 16), so the slots that come back include this step's own. Then, instead of gathering, it
-# asks the reference:
+# The cache gets one more method, next to `append`. It writes this step's keys and values as `append` does
+# (the same `_write`, Day 16), so the returned slots include this step's own. Then, instead of gathering, it
+# calls the reference:
 
 # %%
 import torch
@@ -79,9 +79,9 @@ class PagedKVCache(PagedKVCache):
         n_rep: int,
         scale: float | None = None,
     ) -> torch.Tensor:
-        """Write this step's k and v, then let q [1, n_q, query_len, head_dim] attend in place.
+        """Write this step's k and v, then attend with q [1, n_q, query_len, head_dim].
 
-        The history is read where it lies, through the slot mapping; errors as for append.
+        K and V are read through the slot mapping. Raises the errors of append.
         """
         slots = self._write(layer, k, v)
         return paged_attention_reference(
@@ -90,30 +90,31 @@ class PagedKVCache(PagedKVCache):
 
 
 # %% [markdown]
-# Look at what goes in, since Day 25 will change only the name of what is called:
+# Look at the arguments, because Day 25 changes only the name of the called function:
 #
-# - `self.pool.k[layer]`, `self.pool.v[layer]`: **this layer's** pools, whole, other people's slots and
-#   all. No copy: indexing with a number is a view.
-# - `slots`: the mapping of the **whole** history, this step's tokens included.
-# - `n_rep` and `scale` as they came, and its result goes back untouched.
+# - `self.pool.k[layer]`, `self.pool.v[layer]`: **this layer's** whole pools, the slots of other sequences
+#   included. Nothing is copied: indexing with a number gives a view.
+# - `slots`: the slots of **all** tokens so far, this step's included.
+# - `n_rep` and `scale` are passed on unchanged, and so is the result.
 #
 # ## Your turn: one branch in `gqa_attention`
 #
-# Day 11 left attention with two ways: no cache, or `append` and then the sum. Now there are three:
+# Since Day 11 attention has two branches: no cache, or `append` and then the sum. Now there are three:
 #
-# | the cache | what attention does |
+# | the cache | attention |
 # | --- | --- |
 # | `None` | `sdpa` over this step's own q, k, v |
-# | has a `paged_attention` | asks it: `(index, k, v, q, config.n_rep)`, the scale being the usual one |
-# | any other | `append`, then `sdpa` over the history that comes back |
+# | has a `paged_attention` | calls it with `(index, k, v, q, config.n_rep)`; the scale is the default |
+# | any other | `append`, then `sdpa` over the K and V that it returns |
 #
-# Ask **what it can do**, not what class it has: `hasattr(cache, "paged_attention")`. A cache of next
-# year, with quantised blocks, will then need no branch of its own. And ask for one thing only: both
-# methods write, so calling both writes the step twice.
+# Test for the method, not for the class: `hasattr(cache, "paged_attention")`. A later cache, with quantised
+# blocks for example, then needs no branch of its own. Call only one of the two methods: both write, so
+# calling both writes the step twice.
 #
-# The projections stand below already, through Day 13's `_qkv`: q, k and v come as heads of one tensor, and
-# queries and keys turn together. Write what is missing. Stuck? `today.hint()` looks at the case
-# that failed.
+# The projections are given below, through `_qkv`: q, k and v are heads of one tensor, and RoPE rotates
+# queries and keys together. Write what is missing. Stuck? `today.hint()` looks at the case that failed.
+#
+# After a kernel restart, run the cells above first (Run → Run All Above Selected Cell).
 
 # %%
 from nanoserve.config import ModelConfig
@@ -125,7 +126,7 @@ def gqa_attention(x, layer, cos, sin, config, cache=None, index=0):
     """x [batch, seq, hidden] -> [batch, seq, hidden]; the cache may gather, or attend itself."""
     heads = _heads(_qkv(x, layer), config.n_q + 2 * config.n_kv)  # of q, then of k, then of v
     qk, v = heads.split([config.n_q + config.n_kv, config.n_kv], dim=1)
-    if config.qk_norm:  # Qwen3: each head's query and key are normalised before they turn
+    if config.qk_norm:  # Qwen3: each head's query and key are normalised before RoPE
         q, k = qk.split([config.n_q, config.n_kv], dim=1)
         q = rms_norm(q, layer["self_attn.q_norm.weight"], config.norm_eps)
         k = rms_norm(k, layer["self_attn.k_norm.weight"], config.norm_eps)
@@ -138,8 +139,9 @@ def gqa_attention(x, layer, cos, sin, config, cache=None, index=0):
 today.check(gqa_attention)
 
 # %% [markdown]
-# This is the last form of a function that has been with you since Day 6. Nothing in it knows of blocks
-# or slots, and nothing in it will know which kernel ran.
+# This is the last form of a function that began on Day 6. It contains nothing about blocks or slots, and
+# nothing about which kernel runs. The cell below holds the package's version; from here on this notebook
+# uses it.
 
 
 # %% jupyter={"source_hidden": true}
@@ -156,12 +158,12 @@ def gqa_attention(
     """Grouped-query attention (Ainslie et al. 2023): n_q query heads share n_kv keys and values.
 
     x [batch, seq, hidden], cos and sin [seq, head_dim] of x's positions -> [batch, seq, hidden].
-    A cache takes this step's keys and values as layer `index`'s; then it gives back the whole
-    history, or attends itself where it can.
+    The cache stores this step's keys and values as those of layer `index`. Then the cache's own
+    paged_attention attends, where the cache has one, and else sdpa over all K and V it returns.
     """
     heads = _heads(_qkv(x, layer), config.n_q + 2 * config.n_kv)  # of q, then of k, then of v
     qk, v = heads.split([config.n_q + config.n_kv, config.n_kv], dim=1)
-    if config.qk_norm:  # Qwen3: each head's query and key are normalised before they turn
+    if config.qk_norm:  # Qwen3: normalise each head's query and key before RoPE
         q, k = qk.split([config.n_q, config.n_kv], dim=1)
         q = rms_norm(q, layer["self_attn.q_norm.weight"], config.norm_eps)
         k = rms_norm(k, layer["self_attn.k_norm.weight"], config.norm_eps)
@@ -169,7 +171,7 @@ def gqa_attention(
     q, k = apply_rope(qk, cos, sin).split([config.n_q, config.n_kv], dim=1)
     if cache is None:
         out = sdpa(q, k, v)
-    elif hasattr(cache, "paged_attention"):  # a cache that reads its own memory
+    elif hasattr(cache, "paged_attention"):  # the cache attends over its own memory
         out = cache.paged_attention(index, k, v, q, config.n_rep)
     else:
         out = sdpa(q, *cache.append(index, k, v))
@@ -179,9 +181,10 @@ def gqa_attention(
 # %% [markdown]
 # ## Prove it: the plumbing
 #
-# A method that computes nothing can still be wrong: the pools of another layer, a mapping without the
-# newest token, a second call. Numbers show that late, if at all. So put a **spy** in the place of the
-# reference. It notes what it was handed, and answers with a tensor that we can recognise.
+# A method that computes nothing can still be wrong: it can pass the pools of another layer, or a mapping
+# without the newest token, or make a second call. The numbers show such a mistake late, or never. So put a
+# **spy** in the place of the reference. It records its arguments, and returns a tensor that we can
+# recognise.
 
 # %%
 from nanoserve import load_model
@@ -192,9 +195,9 @@ reference, calls = paged_attention_reference, []
 
 
 def spy(q, k_pool, v_pool, slot_mapping, n_rep, scale=None):
-    answer = torch.zeros_like(q)
-    calls.append((k_pool, v_pool, slot_mapping.clone(), n_rep, scale, answer))
-    return answer
+    output = torch.zeros_like(q)
+    calls.append((k_pool, v_pool, slot_mapping.clone(), n_rep, scale, output))
+    return output
 
 
 pool = KVPool(config, num_blocks=8)
@@ -211,7 +214,7 @@ def step(seq, layer):
 
 
 # %%
-paged_attention_reference = spy  # the name that the cell above looks up
+paged_attention_reference = spy  # the name that paged_attention looks up
 for seq in (20, 1):
     given = [step(seq, layer) for layer in range(config.num_layers)]
 paged_attention_reference = reference
@@ -224,20 +227,20 @@ print("each with its own layer's pools:", all(same))
 whole = [torch.equal(slots, cache.slot_mapping) for _, _, slots, *_ in last]
 print("the mapping of all", cache.seq_len, "tokens:", all(whole))
 print("n_rep and scale:", {(n_rep, scale) for *_, n_rep, scale, _ in last})
-untouched = [got is answer for got, (*_, answer) in zip(given, last)]
-print("the answer handed back untouched:", all(untouched))
+untouched = [got is output for got, (*_, output) in zip(given, last)]
+print("the output returned untouched:", all(untouched))
 assert len(last) == config.num_layers
 assert all(same + whole + untouched)
 
 # %% [markdown]
-# Day 25 replaces one name in that method, and this test, hardly changed, will say whether the kernel
-# really is on the path.
+# Day 25 replaces one name in that method. This test, hardly changed, will then show that the method really
+# calls the kernel.
 #
 # ## Prove it: the model
 #
-# Now the numbers. Put today's `gqa_attention` into the engine's module, so that the whole model runs the
-# cell above; then read a text by steps, into a strip and into blocks. The pool is poisoned, and a second
-# sequence takes blocks in between, so that ours lie scattered.
+# Now the numbers. Put today's `gqa_attention` into the engine's module, so that the whole model calls it.
+# Then run a text in steps, with a strip and with blocks. The pool is poisoned, and a second sequence takes
+# blocks in between, so that our blocks lie scattered.
 
 # %%
 import nanoserve.layers
@@ -252,7 +255,7 @@ text = tokenizer.encode(
 
 @torch.no_grad()
 def in_steps(ids, steps, cache, before=lambda: None):
-    """The logits [seq, vocab] of a text that goes in by steps of these sizes."""
+    """The logits [seq, vocab] of a text, run in steps of these sizes."""
     rows = []
     for seq in steps:
         before()
@@ -275,15 +278,16 @@ for name, steps in (("prefill, then decode", (14, *[1] * 6)), ("chunks", (7, 16,
         pool.allocator.free(neighbour.pop())
 
 # %% [markdown]
-# Not close: **byte-equal**. The reference gathers the very keys that the strip holds and does the very
-# same sum, so no bit has a reason to differ. Remember this on Day 25, when a kernel adds in another order and the word
-# has to become *close*: the equality belonged to the reference, not to paging.
+# They are **byte-equal**, not only close. The reference gathers the same keys that the strip holds and
+# computes the same sum, so every bit is the same. Remember this on Day 25, when a kernel adds in another
+# order and the logits are only *close*: the equality is a property of the reference, not of paging.
 #
 # ## A paged engine
 #
-# One thing is left: somebody has to make the pool. `new_cache` does, with room for the prompt and all
-# that may be written, and `LLM` takes the paged cache from now on unless it is told otherwise. One pool
-# per sequence is modest. Sharing it between many is what blocks are for, and a later phase does that.
+# One step is left: `LLM` has to make the pool. `new_cache` makes it, with slots for the prompt and all tokens
+# that may be written, and `LLM` uses the paged cache from now on unless you ask for another. So far each
+# sequence has a pool of its own. A later phase shares one pool between many sequences, the purpose of
+# blocks.
 
 # %%
 from collections.abc import Sequence
@@ -300,7 +304,7 @@ CACHES = ("paged", "naive")
 
 
 def new_cache(kind: str | None, model: Model, tokens: int) -> Cache | None:
-    """An empty cache of a kind in CACHES with room for `tokens` tokens; None is no cache."""
+    """An empty cache for `tokens` tokens, of a kind in CACHES; None for the kind None."""
     if kind is None:
         return None
     if kind == "naive":
@@ -314,11 +318,11 @@ class LLM(LLM):
     def __init__(
         self,
         source: str | Path = "smollm2",
-        dtype: torch.dtype = torch.float32,
+        dtype: str | torch.dtype = torch.float32,
         device: str | torch.device = "cpu",
         cache: str | None = "paged",
     ) -> None:
-        """source as for load_model; cache "paged", "naive", or None to recompute every step."""
+        """source, dtype, device as for load_model; cache "paged", "naive", or None for no cache."""
         if cache is not None and cache not in CACHES:
             known = ", ".join(map(repr, CACHES))
             raise ValueError(f"cache {cache!r} is not known; supported: {known}, None")
@@ -327,15 +331,18 @@ class LLM(LLM):
         self._cache = cache
 
     def stream(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> Stream:
-        """Complete one prompt, giving pieces of text as they come; errors as for generate."""
-        ids, params = self._prompt_ids(prompt), params or SamplingParams()
+        """Complete one prompt as a stream of pieces of text; errors as for generate, at once."""
+        ids, params = self._prompt_ids(prompt), SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"params must be a SamplingParams, got {params!r}")
         tokens = min(len(ids) + params.max_tokens, self.model.config.context)
         cache = new_cache(self._cache, self.model, tokens)
         return Stream(self.model, self.tokenizer, ids, params, cache)
 
 
 # %% [markdown]
-# The tokens, then: nine of the oracle's recorded prompts, greedy, and one of them with dice.
+# Now compare the tokens: the oracle's recorded prompts with fewer than 100 tokens, greedy, and one prompt
+# with sampling.
 
 # %%
 paged, naive = LLM("smollm2"), LLM("smollm2", cache="naive")
@@ -349,32 +356,31 @@ for case in recorded.values():
         assert ours.token_ids == strip.token_ids == case["greedy_ids"][:6]
         equal += 1
 print(equal, "prompts, the same tokens as the contiguous cache and as the oracle")
-dice = SamplingParams(max_tokens=8, temperature=0.9, top_p=0.95, seed=19)
+sampled = SamplingParams(max_tokens=8, temperature=0.9, top_p=0.95, seed=19)
 (ours,), (strip,) = (
-    llm.generate("The best thing about the sea is", dice) for llm in (paged, naive)
+    llm.generate("The best thing about the sea is", sampled) for llm in (paged, naive)
 )
-print("and with dice:", ours == strip)
+print("and with sampling:", ours == strip)
 assert ours == strip
 
 # %% [markdown]
 # ## Measure it
 #
-# What does a paged step cost, beside the strip? Per layer it writes through slots and gathers the history
-# inside the reference; the strip hands out a view. Guess for a text of 1,024 tokens:
+# How much longer does a step take with the paged cache than with the strip? Guess for a text of 1,024
+# tokens:
 
 # %%
-today.predict(
-    "cost", "How many times longer does a step take with the paged cache, after 1,024?", guess=None
-)
+question = "How many times longer does a step take with the paged cache, after 1,024?"
+today.predict("cost", question, guess=None, low=0)
 
 # %% [markdown]
-# (The history is random numbers here. A clock does not care what a key says, and reading 1,024 tokens
-# first would take longer than the measurement.)
+# (K and V are random numbers here. Their values do not change the time, and running 1,024 tokens through the
+# model first would take longer than the measurement.)
 
 
 # %%
 def filled(kind, tokens):
-    """A cache that holds so many tokens, with room for a few more."""
+    """A cache that holds this many random tokens, with slots for a few more."""
     cache = new_cache(kind, model, tokens + 32)
     for layer in range(config.num_layers):
         cache.append(layer, *torch.randn(2, 1, config.n_kv, tokens, config.head_dim))
@@ -397,14 +403,15 @@ for length in lengths:
         f"after {length:5} tokens: strip {ms['naive'][-1]:5.1f} ms, paged {ms['paged'][-1]:5.1f} ms"
     )
 cost = ms["paged"][-1] / ms["naive"][-1]
-print(f"{cost:.2f} times as long after 1,024; your guess: {today.guess('cost')}")
+print(f"{cost:.2f} times as long after 1,024; your guess: {today.guess_text('cost')}")
 assert 0.3 < cost < 6
 
-# %%
+# %% jupyter={"source_hidden": true}
+# Draws the plot: A step, by its cache
 from nanoserve.course.plots import COLOURS, figure, line, log2_axis, prediction_marker
 
 fig, ax = figure(
-    xlabel="tokens of history", ylabel="milliseconds for a token", title="A step, by its cache"
+    xlabel="tokens in the cache", ylabel="milliseconds for a token", title="A step, by its cache"
 )
 line(ax, lengths, ms["naive"], "the strip", COLOURS["contiguous"])
 line(ax, lengths, ms["paged"], "paged", COLOURS["engine"])
@@ -415,41 +422,42 @@ ax.set(ylim=(0, 1.15 * max(*ms["paged"], *ms["naive"])), xlim=(52, 1_700), xtick
 fig
 
 # %% [markdown]
-# Slower, on the machine where this ran. That is no slip of the measurement: a gather is a copy of the whole
-# history in every layer, and it grows with the text, where the strip copies nothing. Paging bought memory (Day 14 counted how much),
-# and for now it is paid for in time. The word *fused* is a promise today. It names what the method
-# **may** do, since nobody outside it sees the history any more. Tomorrow this price gets a number of its
-# own, and Week 6 brings the kernel that is to lower it.
+# On the machine of the stored run the paged step is slower. Its reference gathers: it copies all keys and
+# values in every layer, and the strip copies nothing. Paging saves memory (Day 14 counted how much) and
+# costs time for now. The word *fused* is a promise today: no code outside the method sees K and V, so a
+# kernel may read them in place. Tomorrow's benchmark measures this cost alone, and Week 6 writes the
+# kernel.
 #
-# What the plot does not show: a step is mostly the reading of weights, which hides much of the
-# difference; tomorrow's benchmark looks at the read alone. And the strip's own price, the memory that it
-# reserves and never uses, stands in no plot of times.
+# The plot hides part of the difference, because most of a step's time goes to the weights. And it shows no
+# memory: the strip reserves slots that it never uses.
 #
 # ## With your own code
 #
-# If your `gqa_attention` passed, it attends now in all 30 layers, with a paged cache.
+# Inside `today.mine()` your `gqa_attention` runs in all 30 layers, with a paged cache, once it has passed its
+# check.
 
 # %%
 with today.mine():
-    (answer,) = paged.generate("The capital of France is", SamplingParams(max_tokens=6))
-print(repr(answer.text))
-assert answer.text.startswith(" Paris")
+    (completion,) = paged.generate("The capital of France is", SamplingParams(max_tokens=6))
+print(repr(completion.text))
+assert completion.text.startswith(" Paris")
 
 # %% [markdown]
 # ## What you learned
 #
-# 1. **Hand over the question, not the data.** Who owns the memory decides how it is read.
-# 2. **Plumbing is tested with a spy, numbers with an oracle.** One says what was passed, the other what
-#    came out; each is blind to the other's faults.
-# 3. **Change the interface while equality still holds.** Then the kernel will be the only new thing.
+# 1. **Pass the query to the memory, not the memory to the query.** The owner of the memory decides how it is
+#    read.
+# 2. **Test plumbing with a spy, and numbers with an oracle.** The spy checks the arguments, the oracle the
+#    results; neither finds the other's faults.
+# 3. **Change the interface while equality still holds.** Then the kernel is the only new thing later.
 #
 # ## Tomorrow
 #
-# The read is in its place, and it is slow. How slow, in bytes per second, at every length? Day 20 puts a
-# number on the wall for the kernel to beat.
+# Paged attention is in its place, and it still copies. How fast is it, in bytes per second, at every length?
+# Day 20 measures the number that the kernel has to beat.
 #
-# **In one paragraph.** The paged cache got a method that takes the query and gives the answer, and
-# attention got a branch that asks whether a cache can do that. A spy saw that every layer calls it once,
-# with its own pools and the whole mapping; the logits are equal to the contiguous ones in every bit, and
-# so are the tokens. It costs time, because the reference gathers. But the place where a kernel belongs is
-# now one line wide.
+# **In one paragraph.** The paged cache got a method that takes the query and returns the output of
+# attention, and attention got a branch that calls this method where a cache has it. A spy showed that every
+# layer calls it once, with its own pools and the whole mapping. The logits and tokens are equal to the
+# contiguous cache's in every bit. The reference gathers, and that costs time. But a kernel can now take its
+# place by one changed line.

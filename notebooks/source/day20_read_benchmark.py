@@ -11,9 +11,8 @@
 #
 # Week 5 · Phase 2, paged memory · you need: Day 19 (The fused read)
 #
-# **Today** you measure the read, alone and at every length from 16 to 4,096 tokens: gathering the
-# history first, against the cache's own read. The result will not flatter anybody. It goes on the wall,
-# for a kernel to beat.
+# **Today** you measure one layer's attention alone, from 16 to 4,096 tokens in the cache: gather K and V
+# first, or attend in place. The result is the number that a kernel has to beat.
 
 # %% jupyter={"source_hidden": true}
 # Set-up: on Colab, installs nanoserve in a minute or two. In your own clone it does nothing.
@@ -42,34 +41,37 @@ today.picture("gather-against-fused")
 # %% [markdown]
 # ## Why it matters
 #
-# Work on speed begins with a **baseline**: a number taken before the work, by a benchmark that will not
-# be changed after it. Taken later, it is always a little worse than it was, because by then somebody
-# wants to look good.
+# Work on speed begins with a **baseline**: a number measured before the work, by a benchmark that does not
+# change afterwards. A baseline that is measured later is easily made to look worse than it was.
 #
-# Day 13's rules hold: correct first, take turns, know the roof. Two are new, since a read is a hundred
-# times shorter than a token, or more. **Read from memory**, not from the processor's cache: a
-# layer that was read a moment ago may still lie there, and then a clock measures the wrong thing. (Long
-# histories cannot wait there; short ones may.) And **compare to the last bit**: two paths that do the same sum have no excuse to differ.
+# Day 13's rules hold: correct first, take turns, know the peak bandwidth. Two rules are new, because one
+# layer's attention takes only a small part of a token's time. **Read from memory**, not from the
+# processor's cache: the K and V of a layer that was read a moment ago may still be in the cache, and then
+# the clock measures the wrong thing. And **compare every bit**: two variants that compute the same sum must
+# agree exactly.
 
 # %%
-today.glossary("baseline", "sweep", "memory traffic", "roof", "bandwidth", "interleaved")
+today.glossary("baseline", "sweep", "memory traffic", "peak bandwidth", "bandwidth", "interleaved")
 
 # %% [markdown]
-# ## What has to move
+# ## The bytes that move
 #
-# One new token asks, in one layer. To answer, attention reads the keys and values of the history:
+# One new token attends in one layer. Attention reads the keys and values of all tokens:
 #
-# - **in place**, each number is read once, where it lies;
-# - **gathered**, each is copied twice, and a copy is a read and a write: `pool[layer][slots]` puts the
-#   tokens in order, `.transpose(0, 1).contiguous()` turns them to lie head by head. Then attention reads.
+# - **in place**, each number is read once;
+# - **gathered**, each number is copied twice, and a copy is a read and a write: `pool[layer][slots]` puts
+#   the tokens in order, and `.transpose(0, 1).contiguous()` puts them head by head. Then attention reads
+#   the second copy.
 #
-# That is a **memory traffic** of five to one; a kernel needs the one. The picture above shows both. Everything
-# else (the query, the scores, the output) is small beside it.
+# So the **memory traffic** of the two is five to one, and a kernel needs only the one. The picture above
+# shows both. The query, the scores and the output are small beside it.
 #
 # ## Your turn: `bytes_of_a_read`
 #
-# Count the bytes that move for `kv_len` tokens in **one** layer. The mapping names slots, not blocks: the
+# Count the bytes that move for `kv_len` tokens in **one** layer. The mapping holds slots, not blocks: the
 # empty end of the last block is not read. Stuck? `today.hint()` looks at the case that failed.
+#
+# After a kernel restart, run the cells above first (Run → Run All Above Selected Cell).
 
 # %%
 import torch
@@ -99,15 +101,17 @@ def bytes_of_a_read(config: ModelConfig, kv_len: int, dtype: torch.dtype, gather
 # %% [markdown]
 # ## The benchmark that lands
 #
-# Two shapes: our own model's, and that of Llama-3.2-1B, from the configuration that is published with it.
-# The read needs only the shape. The history is random numbers in **every second block of a pool, in
-# descending order**, so that no lucky neighbourhood helps. And each round reads the **next layer**, another
-# one for each path: else the second path would find near the processor what the first has just read. (A first version
-# of this benchmark let both read the same layer in turn. The fused read looked 5 % faster, and was not.)
+# The benchmark uses two shapes: our own model's, and that of Llama-3.2-1B, from the configuration that is
+# published with it. Attention needs only the shape. K and V are random numbers in **every second block of
+# a pool, in descending order**, so that no blocks lie side by side by luck. Each round reads the **next
+# layer**, and the two variants use different layers: otherwise the second variant would find in the
+# processor's cache what the first has just read. (In a first version of this benchmark both read the same
+# layer in turn. The fused variant looked 5 % faster, and was not.)
 #
-# Look for three things in the cell: where the paths are compared, what is raised if they differ, and that
-# the clock has not been read by then. And one line looks ahead: Week 6 puts a kernel into the package's cache.
-# A baseline has to stay what it was, so `use_backend("reference")` holds the fused read to Day 18's sum.
+# Look for three parts of the cell: where the two results are compared, the error that is raised if they
+# differ, and that no clock is read before. `attend_in_place` is Day 19's `paged_attention`. The package's
+# own method calls a dispatcher since Day 25; the baseline stays Day 19's sum, and neither variant runs the
+# dispatcher's checks.
 
 # %%
 import time
@@ -119,12 +123,12 @@ from nanoserve.bench.correctness import WrongAnswer
 from nanoserve.bench.timing import Clock, median_times, read_bandwidth
 from nanoserve.cache import BLOCK_SIZE, KVPool, PagedKVCache
 from nanoserve.config import parse_config
-from nanoserve.kernels.dispatch import use_backend
+from nanoserve.kernels.reference import paged_attention_reference
 from nanoserve.layers import sdpa
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/bench/attention.py: LLAMA_1B, AttentionRow, attention_benchmark and 1 more
+# lands in nanoserve/bench/attention.py: LLAMA_1B, AttentionRow, attention_benchmark and 2 more
 LLAMA_1B = parse_config(
     {
         "model_type": "llama",
@@ -169,10 +173,10 @@ def attention_benchmark(
 ) -> list[AttentionRow]:
     """Time one layer's attention of one new token, with K and V in scattered blocks, two ways.
 
-    "gather" copies K and V out of the pool, then attends. "fused" is the cache's paged_attention,
-    with the reference as backend. Raises WrongAnswer unless the two results are equal in every bit.
-    Each round moves to the next layer, and the two code paths use different layers, so that a long
-    sequence's K and V are not left in the processor's cache by the round before.
+    "gather" copies K and V out of the pool, then attends; "fused" is `attend_in_place`. Raises
+    WrongAnswer unless the two results are equal in every bit. Each round moves to the next layer,
+    and the two code paths use different layers, so that a long sequence's K and V are not left in
+    the processor's cache by the round before.
     """
     rows = []
     for kv_len in kv_lens:
@@ -185,10 +189,7 @@ def attention_benchmark(
 
         def fused(layers=layers, cache=cache, step=step) -> torch.Tensor:
             layers[1] = (layers[1] + 1) % (config.num_layers - 1)
-            with use_backend("reference"):  # the backend of Day 20, when the baseline was taken
-                return cache.paged_attention(
-                    layers[1], step["k"], step["v"], step["q"], config.n_rep
-                )
+            return attend_in_place(cache, layers[1], step["k"], step["v"], step["q"], config.n_rep)
 
         paths = {"gather": gather, "fused": fused}
         # Run fused first: gather also writes K and V, which would hide a missing write.
@@ -199,6 +200,18 @@ def attention_benchmark(
         times = median_times(paths, rounds, warmup=2, clock=clock)
         rows += [AttentionRow(path, kv_len, seconds, moved) for path, seconds in times.items()]
     return rows
+
+
+def attend_in_place(
+    cache: PagedKVCache, layer: int, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, n_rep: int
+) -> torch.Tensor:
+    """The cache's paged_attention of Day 19: write, then the reference; shapes as there.
+
+    It calls no dispatcher, whose checks "gather" does not run either: the two differ only in how
+    they read K and V.
+    """
+    slots = cache._write(layer, k, v)
+    return paged_attention_reference(q, cache.pool.k[layer], cache.pool.v[layer], slots, n_rep)
 
 
 def scattered_cache(
@@ -231,9 +244,9 @@ def scattered_cache(
 
 
 # %% [markdown]
-# `bytes` counts what no path can avoid, the history once, for both paths alike. So bytes per second is a
-# speed at which the **useful** bytes came, and a path that moves each of them five times cannot hide it.
-# It is your count, for a read in place:
+# `bytes` counts K and V once, for both variants: no variant can read less. So bytes per second counts only
+# the **useful** bytes, and a variant that moves each of them five times shows it. The number is that of the
+# exercise, in place:
 
 # %%
 from nanoserve import load_model
@@ -242,7 +255,7 @@ config = load_model("smollm2").config
 rows = attention_benchmark(LLAMA_1B, [48], rounds=1)
 assert rows[0].bytes == bytes_of_a_read(LLAMA_1B, 48, torch.float32, gathered=False)
 for name, shape in (("SmolLM2-135M", config), ("Llama-3.2-1B", LLAMA_1B)):
-    once, copied = (bytes_of_a_read(shape, 4_096, torch.float32, way) for way in (False, True))
+    once, copied = (bytes_of_a_read(shape, 4_096, torch.float32, copy) for copy in (False, True))
     print(
         f"{name}, 4,096 tokens, one layer: {once / 1e6:.1f} MB in place, {copied / 1e6:.1f} gathered"
     )
@@ -250,7 +263,7 @@ for name, shape in (("SmolLM2-135M", config), ("Llama-3.2-1B", LLAMA_1B)):
 # %% [markdown]
 # ## Prove it: a benchmark that can be wrong
 #
-# The history really is scattered:
+# The blocks really are scattered:
 
 # %%
 cache, _ = scattered_cache(config, 50)
@@ -259,28 +272,28 @@ print(
 )
 
 # %% [markdown]
-# The gate. Let the fused read lose its oldest token, and no time comes out:
+# Now check the correctness check. Let the fused variant lose its oldest token: the benchmark gives no time.
 
 # %%
-honest = PagedKVCache.paged_attention
+right = attend_in_place
 
 
-def one_token_short(self, layer, k, v, q, n_rep, scale=None):
-    keys, values = self.append(layer, k, v)
-    return sdpa(q, keys[:, :, 1:], values[:, :, 1:], scale)
+def one_token_short(cache, layer, k, v, q, n_rep):
+    keys, values = cache.append(layer, k, v)
+    return sdpa(q, keys[:, :, 1:], values[:, :, 1:])
 
 
-PagedKVCache.paged_attention = one_token_short
+attend_in_place = one_token_short
 try:
     attention_benchmark(config, [64])
 except WrongAnswer as error:
     print(error)
 finally:
-    PagedKVCache.paged_attention = honest
+    attend_in_place = right
 
 # %% [markdown]
-# And the arithmetic, with a clock that follows a script: it shows one second more at each look, so each
-# read takes exactly one second.
+# And check the arithmetic, with a scripted clock: it advances by one second each time it is read, so each
+# run takes exactly one second.
 
 # %%
 ticks = count()
@@ -292,40 +305,42 @@ for row in attention_benchmark(config, [16, 64], rounds=3, clock=lambda: float(n
 # %% [markdown]
 # ## Predict, then measure
 #
-# The fused read against the gather, at 4,096 tokens. Before you guess, look once more at what
-# `paged_attention` called yesterday.
+# How fast is the fused variant, compared with the gather, at 4,096 tokens? Before you guess, look once more
+# at the function that `attend_in_place` calls.
 
 # %%
-today.predict("gain", "At 4,096 tokens, how many times as fast as the gather is it?", guess=None)
+question = "At 4,096 tokens, how many times as fast as the gather is it?"
+today.predict("gain", question, guess=None, low=0)
 
 # %% tags=["nbval-ignore-output"]
 lengths = (16, 64, 256, 1_024, 4_096)
-roof = read_bandwidth(1 << 28)
+peak = read_bandwidth(1 << 28)
 shapes = {"SmolLM2-135M": config, "Llama-3.2-1B": LLAMA_1B}
 rows = {name: attention_benchmark(shape, lengths) for name, shape in shapes.items()}
-roof = max(roof, read_bandwidth(1 << 28))
-print(f"this machine reads {roof / 1e9:.1f} GB/s")
+peak = max(peak, read_bandwidth(1 << 28))
+print(f"peak bandwidth: {peak / 1e9:.1f} GB/s")
 for name, results in rows.items():
     for gather, fused in zip(results[::2], results[1::2]):
         print(
             f"{name} {gather.kv_len:5} tokens: gather {gather.seconds * 1e6:5.0f} µs, fused "
             f"{fused.seconds * 1e6:5.0f} µs, {fused.bytes_per_second / 1e9:4.1f} GB/s, "
-            f"{fused.bytes_per_second / roof:3.0%} of the roof"
+            f"{fused.bytes_per_second / peak:3.0%} of peak"
         )
 gain = rows["Llama-3.2-1B"][-2].seconds / rows["Llama-3.2-1B"][-1].seconds
-print(f"fused is {gain:.2f} times as fast at 4,096; your guess: {today.guess('gain')}")
+print(f"fused is {gain:.2f} times as fast at 4,096; your guess: {today.guess_text('gain')}")
 assert 0.2 < gain < 5
-assert all(0 < row.bytes_per_second < 3 * roof for results in rows.values() for row in results)
+assert all(0 < row.bytes_per_second < 3 * peak for results in rows.values() for row in results)
 
-# %%
+# %% jupyter={"source_hidden": true}
+# Draws the plot: one layer's attention, by tokens in the cache
 from nanoserve.course.plots import COLOURS, figure, label_line, line, log2_axis, prediction_marker
 
 fig, axes = figure(
-    height=4.6, panels=2, xlabel="tokens of history", ylabel="µs for one layer's read"
+    height=4.6, panels=2, xlabel="tokens in the cache", ylabel="µs for one layer's attention"
 )
 for ax, (name, results) in zip(axes, rows.items()):
     took = {p: [r.seconds * 1e6 for r in results if r.path == p] for p in ("gather", "fused")}
-    floor = [row.bytes / roof * 1e6 for row in results[::2]]
+    floor = [row.bytes / peak * 1e6 for row in results[::2]]
     line(ax, lengths, took["gather"], "", COLOURS["contiguous"])
     line(ax, lengths, took["fused"], "", COLOURS["engine"])
     ax.plot(lengths, floor, color=COLOURS["limit"], linewidth=1.5)
@@ -341,30 +356,30 @@ if guess := today.guess("gain"):
 fig
 
 # %% [markdown]
-# Two lines, one over the other. The **fused read is no faster**, and it could not be: it calls the
-# reference, which gathers and attends. It is the same sum. Where the lines part, now one way
-# and now the other, it is the machine's mood, and whoever quotes that as a gain is reading noise.
+# The two variants do the same work: `attend_in_place` calls the reference, which gathers and attends. So the
+# fused variant **cannot be faster**, and any difference between the two lines is noise of the machine. If
+# your lines differ, run the cell again: the difference changes.
 #
-# Three honest things to read from it all the same:
+# Read two facts from the plot all the same:
 #
-# - **Short histories cost the same.** At 16 tokens there is next to nothing to read, and the time is what
-#   PyTorch needs to start a dozen small operations. A kernel is *one* operation.
-# - **Long ones grow with the bytes,** so something like bandwidth is at work,
-# - **but far above the floor.** The useful bytes come at a fraction of the roof.
+# - **With few tokens, hardly any byte has to be read.** At 16 tokens most of the time is PyTorch's overhead
+#   for a dozen small operations. A kernel is *one* operation.
+# - **With many tokens, the time grows with the bytes.** The black line is the time that reading the useful
+#   bytes takes at peak bandwidth. The distance between the lines is what a kernel can win.
 #
 # ## Where does the time go?
 #
-# How much could a kernel win by not copying? Take the read apart, at 4,096 tokens of Llama's shape: the
-# copy alone, and attention alone over a history that lies there already.
+# How much can a kernel win by not copying? Measure the parts, at 4,096 tokens of Llama's shape: the copy
+# alone, and attention alone over K and V that are already contiguous.
 
 # %% tags=["nbval-ignore-output"]
 cache, step = scattered_cache(LLAMA_1B, 4_096)
 copies = [cache.append(i, step["k"], step["v"]) for i in range(LLAMA_1B.num_layers - 1)]
-turn = {part: cycle(range(len(copies))) for part in ("copy", "attend", "both")}  # its own for each
+turn = {part: cycle(range(len(copies))) for part in ("copy", "attend", "both")}
 for _ in range(5):
-    next(turn["attend"])  # and apart, so that no part finds what another has just read
+    next(turn["attend"])  # each part begins at another layer, so that no part
 for _ in range(10):
-    next(turn["both"])
+    next(turn["both"])  # finds in the processor's cache what another has just read
 
 
 def copy():
@@ -377,20 +392,20 @@ def attend():
 
 def both():
     layer = next(turn["both"])
-    with use_backend("reference"):
-        return cache.paged_attention(layer, step["k"], step["v"], step["q"], LLAMA_1B.n_rep)
+    return attend_in_place(cache, layer, step["k"], step["v"], step["q"], LLAMA_1B.n_rep)
 
 
 parts = median_times({"copy": copy, "attend": attend, "both": both}, rounds=20, warmup=2)
 once = bytes_of_a_read(LLAMA_1B, 4_096, torch.float32, gathered=False)
-parts["floor"] = once / roof
+parts["floor"] = once / peak
 print(", ".join(f"{name} {seconds * 1e3:.1f} ms" for name, seconds in parts.items()))
 assert parts["copy"] < 3 * parts["both"]
 
-# %%
-fig, ax = figure(height=2.9, xlabel="milliseconds", title="One read of 4,096 tokens, taken apart")
+# %% jupyter={"source_hidden": true}
+# Draws the plot: One layer's attention at 4,096 tokens
+fig, ax = figure(height=2.9, xlabel="milliseconds", title="One layer's attention at 4,096 tokens")
 bars = (
-    ("today's read", "both", "engine"),
+    ("copy and attention", "both", "engine"),
     ("the copy alone", "copy", "contiguous"),
     ("attention alone", "attend", "muted"),
     ("reading the bytes", "floor", "limit"),
@@ -405,28 +420,28 @@ ax.grid(visible=False, axis="y")
 fig
 
 # %% [markdown]
-# The copy is the larger part of the read on the machine where this ran, and a kernel does without it.
-# What it must still do is the third bar or something like it, and nothing can be shorter than the last.
-# The parts do not add up to the whole: right after a copy, attention finds the history near the processor.
+# A kernel does not copy, so it saves the second bar. It still has to attend, as in the third bar, and no
+# variant can be faster than the last bar. The parts do not add up to the whole: right after a copy,
+# attention finds K and V in the processor's cache.
 #
-# The bars are a breakdown. The number for the wall is the **sweep**'s, at 4,096 tokens, and beside it the
-# floor: what a read costs today, and what it cannot cost less than.
+# The bars show the parts. The baseline is the time of the **sweep** at 4,096 tokens, and beside it the time
+# of the bytes at peak bandwidth: what attention costs today, and the least that it can cost.
 #
-# What the plots do not show: one sequence, one thread count, float32, a CPU. With 64 sequences at once
-# the operations are larger and the start-up costs shared. On a GPU the floor lies a hundred times lower,
-# and the dozen small operations weigh far more. And Week 6 will not beat this number at once: its kernel
-# runs first in a simulator, slower than anything here, because what it has to be first is right.
+# These plots show one sequence, one thread count, float32 and a CPU. With 64 sequences at once the
+# operations are larger, and they share the overhead. A GPU reads memory about a hundred times faster, and
+# the overhead of a dozen small operations weighs more there. Week 6 will not beat this number at once: its
+# kernel runs in a simulator first, because it has to be right before it is fast.
 #
-# The same from the command line, with the rows as a file for your wall:
+# The command line runs the same benchmark, and writes its rows to a file:
 #
-# `nanoserve bench attention --csv read.csv`
+# `nanoserve bench attention --csv attention.csv`
 #
 # ## What you learned
 #
-# 1. **Take the baseline before the work,** with a benchmark that you will not touch afterwards.
-# 2. **A new name is not a new speed.** The fused read does the same sum today, and the clock says so.
-# 3. **Count what moves.** Two copies make five trips of one; the bytes say what a kernel can win, before
-#    anybody has written it.
+# 1. **Measure the baseline before the work,** with a benchmark that does not change afterwards.
+# 2. **A new name is not a new speed.** The fused variant computes the same sum, so it takes the same time.
+# 3. **Count the bytes that move.** Two copies make five trips of one. The count shows how much a kernel can
+#    win, before the kernel is written.
 #
 # ## The week in questions
 #
@@ -438,10 +453,10 @@ today.review()
 # %% [markdown]
 # ## Tomorrow
 #
-# The target is frozen, the place for a kernel is one line wide, and the number to beat hangs on the wall.
-# Week 6 writes the kernel. Day 21 begins with the machine that it runs on: a grid of programs, in torch.
+# The target is frozen, one line calls the kernel's place, and the number to beat is measured. Week 6 writes
+# the kernel. Day 21 begins with the programming model that it uses: a grid of programs, in torch.
 #
-# **In one paragraph.** We timed one layer's read over scattered blocks, from 16 to 4,096 tokens, after
-# comparing both ways in every bit. Gathering first and the cache's own read take the same time, since
-# inside they are the same; both reach a fraction of what the memory could give. The copies move every
-# byte five times instead of once. That, and a dozen small operations, is what a kernel can win.
+# **In one paragraph.** We timed one layer's attention over scattered blocks, from 16 to 4,096 tokens, after
+# comparing both variants in every bit. The fused variant calls the reference, so it does the same work as
+# the gather. The copies move every byte five times instead of once. A kernel can save them, and the
+# overhead of a dozen small operations.

@@ -86,6 +86,8 @@ for exponent in (0, 0.2, 0.5, 0.8, 1, 1.2, 2):
 # Give `(exponent, constant)` for a list of lengths and one of seconds. The constant is in seconds, not in
 # logarithms of them. You may take for granted that all numbers are positive and the lengths not all equal.
 # Stuck? `today.hint()` looks at the case that failed.
+#
+# After a kernel restart, run the cells above first (Run → Run All Above Selected Cell).
 
 # %%
 import math
@@ -285,7 +287,8 @@ print("your guess for the whole:", today.guess("exponent"))
 assert all(-0.5 < fit.exponent < 2 for fit in fits.values())
 assert all(times[0] < times[-1] for times in took.values())
 
-# %%
+# %% jupyter={"source_hidden": true}
+# Draws the plot: one layer's attention, by tokens in the cache
 from nanoserve.course.plots import COLOURS, figure, label_line, log2_axis
 
 fig, axes = figure(

@@ -75,6 +75,8 @@ today.glossary("spy", "wiring test", "tolerance", "deviation")
 #
 # The check runs your test on caches that are wired right, on seven that are not, and on one that raises
 # (then your test may raise as well).
+#
+# After a kernel restart, run the cells above first (Run → Run All Above Selected Cell).
 
 # %%
 import torch
@@ -150,9 +152,10 @@ class PagedKVCache(PagedKVCache):
         n_rep: int,
         scale: float | None = None,
     ) -> torch.Tensor:
-        """Write this step's k and v, then let q [1, n_q, query_len, head_dim] attend in place.
+        """Write k and v as append does, then attend with q [1, n_q, query_len, head_dim].
 
-        The history is read where it lies, through the slot mapping; errors as for append.
+        K and V stay in the pool: the backend reads them through the slot mapping. Returns the
+        attention, [1, n_q, query_len, head_dim]. Raises what append raises.
         """
         slots = self._write(layer, k, v)
         return paged_attention_dispatch(
@@ -307,7 +310,8 @@ def in_steps(model, cache, steps):
 steps = (24, *[1] * 24, 16)
 naive = in_steps(two_layers, NaiveKVCache(two_layers.config), steps)
 pool = KVPool(two_layers.config, num_blocks=5, poison=True)
-paged = in_steps(two_layers, nanoserve.cache.PagedKVCache(pool), steps)
+with use_backend("tlsim"):
+    paged = in_steps(two_layers, nanoserve.cache.PagedKVCache(pool), steps)
 apart = (paged - naive).abs().amax(dim=1)  # [seq]
 size = naive.abs().max()
 print(f"largest logit {size:.0f}, largest deviation {apart.max():.1e}")
@@ -325,7 +329,8 @@ assert itself < 1e-5 * size
 # larger (the first line above), and so is the last digit of each. Here the limit is relative: 1e-5 of the
 # largest logit.
 
-# %%
+# %% jupyter={"source_hidden": true}
+# Draws the plot: Two layers: the kernel's read against the strip's
 from nanoserve.course.plots import COLOURS, figure, prediction_marker
 
 fig, ax = figure(
@@ -333,7 +338,7 @@ fig, ax = figure(
     ylabel="largest difference of its logits",
     title="Two layers: the kernel's read against the strip's",
 )
-ax.semilogy(apart, "o", color=COLOURS[select_backend("cpu")], markersize=4)
+ax.semilogy(apart, "o", color=COLOURS["tlsim"], markersize=4)
 limit = 1e-5 * float(size)
 ax.axhline(limit, color="black", linewidth=1)
 ax.text(0, 1.25 * limit, "1e-5 of the largest logit: the limit", va="bottom")
@@ -362,11 +367,12 @@ from nanoserve import LLM, SamplingParams
 
 llm = LLM("smollm2")
 recorded = today.data("reference_greedy")["greedy"]
-for name, case in recorded.items():
-    (answer,) = llm.generate(case["prompt_ids"], SamplingParams(max_tokens=6))
-    assert answer.token_ids == case["greedy_ids"][:6], name
-print(len(recorded), "prompts, every token as transformers has it")
-print("read by:", select_backend("cpu"))
+with use_backend("tlsim"):
+    for name, case in recorded.items():
+        (answer,) = llm.generate(case["prompt_ids"], SamplingParams(max_tokens=6))
+        assert answer.token_ids == case["greedy_ids"][:6], name
+    print(len(recorded), "prompts, every token as transformers has it")
+    print("read by:", select_backend("cpu"))
 
 # %% [markdown]
 # On a laptop this engine is slower today than it was yesterday, and that is no oversight: tlsim is a model

@@ -1,7 +1,6 @@
 """Day 1 in a real browser: JupyterLab opens it, runs every cell, and a widget answers."""
 
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -11,23 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from PIL import Image
+
+from tests.browser.chromium import launched, needs_chromium
 
 playwright = pytest.importorskip("playwright.sync_api")
 pytestmark = pytest.mark.slow
 
-NAMES = ("chromium", "google-chrome", "chromium-browser")
-FOUND = [os.environ.get("NANOSERVE_CHROMIUM"), *map(shutil.which, NAMES)]
-CHROMIUM = next(filter(None, FOUND), None)
-FLAGS = [
-    "--headless",
-    "--no-sandbox",
-    "--no-first-run",
-    "--disable-gpu",
-    "--disable-quic",
-    "--disable-sync",
-    "--disable-background-networking",
-    "--disable-component-update",
-]
 NOTEBOOK = "day01_oracle.ipynb"
 RUN_ALL_SECONDS = 300
 
@@ -36,12 +25,13 @@ SETTINGS = {
     "apputils-extension/notification": '{"fetchNews": "false"}',
 }
 KERNEL = "jupyterapp.shell.currentWidget?.sessionContext?.session?.kernel?.status"
+RUN_FIRST = """(async () => {
+  const run = name => jupyterapp.commands.execute(name);
+  const cells = jupyterapp.shell.currentWidget.content;
+  cells.activeCellIndex = 0;
+  for (let i = 0; i < 3; i++) await run('notebook:run-cell-and-select-next');
+})()"""
 RUN_ALL = "void jupyterapp.commands.execute('notebook:run-all-cells').then(ok => window.ran = ok)"
-
-needs_chromium = pytest.mark.skipif(
-    CHROMIUM is None,
-    reason="no Chromium: apt install chromium, or set NANOSERVE_CHROMIUM to a Chrome's path",
-)
 
 
 @pytest.fixture
@@ -75,7 +65,7 @@ def lab(tmp_path: Path) -> Iterator[str]:
             yield address
         finally:
             server.terminate()
-            server.wait(30)
+            server.wait(120)
 
 
 def wait_for(address: str, server: subprocess.Popen, log: Path) -> None:
@@ -92,22 +82,44 @@ def wait_for(address: str, server: subprocess.Popen, log: Path) -> None:
 
 @pytest.fixture
 def page(lab: str) -> Iterator["playwright.Page"]:
-    with playwright.sync_playwright() as browsers:
-        browser = browsers.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
-        page = browser.new_page(viewport={"width": 1280, "height": 900})
+    for browser in launched():
+        page = browser.new_page(viewport={"width": 1440, "height": 900}, device_scale_factor=2)
         page.goto(f"{lab}/lab/tree/{NOTEBOOK}")
         page.wait_for_selector(".jp-NotebookPanel .jp-CodeCell", timeout=60_000)
         page.wait_for_function(f"{KERNEL} === 'idle'", timeout=60_000)
         yield page
-        browser.close()
+
+
+FOR_THE_README = ("widget.png",)
 
 
 def save(page, name: str, folder: Path) -> None:
-    """Keep a picture of the page, and a copy where NANOSERVE_SCREENSHOTS says."""
+    """Keep a picture of the page; the README's also, small, where NANOSERVE_SCREENSHOTS says."""
     page.screenshot(path=folder / name)
-    if target := os.environ.get("NANOSERVE_SCREENSHOTS"):
+    target = os.environ.get("NANOSERVE_SCREENSHOTS")
+    if target and name in FOR_THE_README:
         Path(target).mkdir(parents=True, exist_ok=True)
-        shutil.copy(folder / name, target)
+        picture = Image.open(folder / name).convert("RGB")
+        small = picture.quantize(256, Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)
+        small.save(Path(target) / name, optimize=True)
+
+
+FIRST_SCREEN = """() => {
+  const shown = selector => document.querySelector(selector).getBoundingClientRect();
+  const picture = shown('.jp-RenderedImage img');
+  return {title: shown('h1').top, top: picture.top, bottom: picture.bottom, height: innerHeight};
+}"""
+
+
+@needs_chromium
+def test_the_first_screen_of_a_day_shows_its_title_and_its_picture(page, tmp_path):
+    page.evaluate(RUN_FIRST)
+    page.wait_for_selector(".jp-RenderedImage img", timeout=RUN_ALL_SECONDS * 1000)
+    page.evaluate("document.querySelector('h1').scrollIntoView()")
+    save(page, "first-screen.png", tmp_path)
+    seen = page.evaluate(FIRST_SCREEN)
+    assert 0 <= seen["title"] < seen["top"]
+    assert seen["top"] + 0.75 * (seen["bottom"] - seen["top"]) < seen["height"]
 
 
 @needs_chromium

@@ -81,7 +81,7 @@ def toy(work):
             sys.modules[name] = module
 
 
-def scale_rows_exercise(limit=0.5):
+def scale_rows_exercise(limit=1.0):
     def cases():
         x = torch.arange(6.0).reshape(3, 2)
         return [

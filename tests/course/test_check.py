@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nanoserve.course import check
-from nanoserve.course.compare import close, exact, short
+from nanoserve.course.compare import close, contrast, exact, short
 from nanoserve.course.exercise import Case, CourseError, Exercise, raises, wrong
 from nanoserve.course.guard import guarded
 
@@ -218,6 +218,44 @@ def test_a_sentence_that_rows_share_is_said_once(tried):
         assert shown.count("as above") == 1
 
 
+def test_rows_show_the_inputs(tried):
+    report = tried("def scale_rows(x, f):\n    return x")
+    inputs = "x = float32 [3, 2] = [[0, 1], [2, 3], [4, 5]], factors = float32 [3] = [1, 2, 3]"
+    assert report.rows[0].inputs == inputs
+    assert f"  the inputs: {inputs}" in report.text()
+    assert inputs in report.html()
+
+
+@pytest.mark.parametrize(
+    ("case", "inputs"),
+    [
+        (Case("", (3, "ab"), {"c": [1, 2]}), "n = 3, text = 'ab', c = [1, 2]"),
+        (Case("", (3,), call=lambda answer, tokens, dtype: 0), "tokens = 3"),
+        (Case("", (3, 4), call=lambda answer, *sizes: 0), "3, 4"),
+        (Case("", (object(), int, None, torch.float16)), "c = None, float16"),
+        (Case("ab", ("ab", 3)), "text = 3"),
+        (Case("", (3,), inputs="a pool of 3"), "a pool of 3"),
+        (Case("", (3,), inputs=""), ""),
+    ],
+)
+def test_inputs_are_named_and_short(case, inputs):
+    def answer(n, text, c=None):
+        return n
+
+    exercise = Exercise("answer", lambda: [case], {"value": ("a", "b", "c")}, solution=answer)
+    assert check.run(exercise, lambda *args, **kwargs: 1).rows[0].inputs == inputs
+
+
+def test_a_row_is_cut_around_what_differs():
+    tokens = list(range(100, 160))
+    hints = {"value": ("a", "b", "c")}
+    exercise = Exercise("ids", lambda: [Case("60 ids")], hints, solution=lambda: tokens)
+    [row] = check.run(exercise, lambda: [*tokens[:40], 7, *tokens[41:]]).rows
+    assert "139, 140, 141" in row.expected
+    assert "139, 7, 141" in row.got
+    assert row.message == "item 40 of the list: expected 140, got 7"
+
+
 def test_prints_are_shown_in_the_row_and_cut(tried, capsys):
     report = tried("def scale_rows(x, f):\n    print('shape', *x.shape)\n    return x * f[:, None]")
     assert report.status == "passed"
@@ -349,7 +387,13 @@ def test_big_tensors_are_shown_by_their_shape():
     ("got", "expected", "sentence"),
     [
         ({"a": 1}, {"a": 1, "b": 2}, "the key 'b' is missing"),
-        ({"a": [1, 3]}, {"a": [1, 2]}, "expected 2 at ['a'][1], got 3"),
+        ({"a": [1, 3]}, {"a": [1, 2]}, "item 1 of 'a': expected 2, got 3"),
+        ([1, 3], [0, 3], "item 0 of the list: expected 0, got 1"),
+        (([1, 2], 3), ([1, 4], 3), "item 1 of item 0 of the tuple: expected 4, got 2"),
+        ({3: {"x": None}}, {3: {"x": [1]}}, "'x' of key 3: expected [1], got None"),
+        ([[1], "a"], [[1], 7], "item 1 of the list: a str where a number is expected"),
+        ({"a": [1]}, {"a": [1, 2]}, "'a': wrong length: expected 2, got 1"),
+        (["abc"], ["abd"], "item 0 of the list: differs from character 2: expected 'abd'"),
         ((1, 2), [1, 2], "it gives a tuple where a list is expected"),
         ([1], [1, 2], "wrong length: expected 2, got 1"),
         ("abc", "abd", "differs from character 2: expected 'abd', got 'abc'"),
@@ -365,6 +409,24 @@ def test_big_tensors_are_shown_by_their_shape():
 def test_differences_are_told_in_a_sentence(got, expected, sentence):
     told = exact(got, expected)
     assert told == sentence if sentence is None else told.startswith(sentence)
+
+
+def test_a_pair_is_cut_around_its_first_difference():
+    one, other = list(range(100)), list(range(100))
+    other[50] = 7
+    for shown, item in zip(contrast(one, other), ("50", "7"), strict=True):
+        assert shown.startswith("...") and shown.endswith("...")
+        assert f"49, {item}, 51" in shown
+        assert len(shown) <= 44
+    words = "the quick brown fox jumps over the lazy dog " * 4
+    shown, changed = contrast(words, words.replace("dog", "cat"))
+    assert "lazy dog the" in shown
+    assert "lazy cat the" in changed
+    assert contrast("short", "other") == ("'short'", "'other'")
+    assert contrast([1] * 30, [1] * 31)[0].endswith("1, 1]")
+    assert contrast(one, None)[1] == "None"
+    same = torch.zeros(40, 50), torch.ones(40, 50)
+    assert contrast(*same) == ("float32 [40, 50]", "float32 [40, 50]")
 
 
 def test_close_allows_its_tolerance_and_no_more():

@@ -1,7 +1,9 @@
 """What a notebook calls: every method ends in one readable output."""
 
+import errno
 import importlib
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import torch
 from nanoserve.course import answers, day, store
 from nanoserve.course.exercise import CourseError
 from nanoserve.course.exercises import exercises_of
+from nanoserve.course.show import wrapped
 from nanoserve.kernels import dispatch, tlsim
 from nanoserve.kernels.tlsim.launch import Kernel
 
@@ -93,7 +96,88 @@ def test_an_answer_whose_saved_copy_fails_is_not_called_saved(today, cell, work,
 def test_a_work_folder_that_cannot_be_written_loses_nothing_but_the_file(today, cell, work, capsys):
     work.write_text("a file in the way")
     today.check(cell(RIGHT).scale_rows)
-    assert "Passed, but not saved: cannot write" in said(capsys)
+    told = said(capsys)
+    assert "all 2 cases pass" in told
+    assert "Passed, but not saved: cannot write" in told
+
+
+def test_a_full_disk_or_any_other_trouble_does_not_hide_that_an_answer_passed(
+    today, cell, monkeypatch, capsys
+):
+    def full(*_args, **_kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store.tempfile, "mkstemp", full)
+        today.check(cell(RIGHT).scale_rows)
+        told = said(capsys)
+        today.predict("speed", "How fast?", guess=3)
+    assert "all 2 cases pass" in told
+    assert "not saved: cannot write" in told
+    assert "No space left on device" in told
+    assert said(capsys).startswith("How fast?\nYour guess: 3\nKept for this session only: ")
+    assert today.guess("speed") == 3
+    with monkeypatch.context() as patched:
+        patched.setattr(answers, "module_source", lambda _: 1 / 0)
+        today.check(cell(RIGHT).scale_rows)
+    told = said(capsys)
+    assert "all 2 cases pass" in told
+    assert "Passed, but not saved: ZeroDivisionError: division by zero." in told
+    today.check(cell(RIGHT).scale_rows)
+    assert "Saved" in said(capsys)
+
+
+def test_a_read_only_work_folder_loses_nothing(today, cell, toy, monkeypatch, capsys):
+    """The file system refuses every change (root may write anywhere, hence no chmod); what is
+    saved stays and runs."""
+
+    def refuse(*_args, **_kwargs):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    today.check(cell(RIGHT).scale_rows)
+    today.predict("speed", "How fast?", guess=3)
+    said(capsys)
+    with monkeypatch.context() as patched:
+        for place, name in ((store.tempfile, "mkstemp"), (Path, "replace"), (Path, "mkdir")):
+            patched.setattr(place, name, refuse)
+        today.check(cell(LOUD).scale_rows)
+        today.predict("speed", "How fast?", guess=4)
+        told = said(capsys)
+        with today.mine() as calls:
+            toy.caller.engine_run(torch.ones(2, 3), torch.ones(2))
+    assert "all 2 cases pass" in told
+    assert "Passed, but not saved: cannot write" in told
+    assert "Kept for this session only" in told
+    assert calls == {"scale_rows": 1}
+    assert (day(4).guess("speed"), store.Progress.load().passed(4)) == (3, ["scale_rows"])
+
+
+def test_a_work_folder_that_is_deleted_meanwhile_is_made_again(
+    toy, cell, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.delenv("NANOSERVE_WORK")
+    clone = tmp_path / "clone"
+    for folder in ("notebooks", "nanoserve", "work"):
+        (clone / folder).mkdir(parents=True)
+    monkeypatch.chdir(clone / "work")
+    today = day(4)
+    today.predict("speed", "How fast?", guess=3)
+    shutil.rmtree(clone / "work")
+    said(capsys)
+    lost = "The folder of this notebook was deleted: save the notebook (File > Save Notebook As)"
+    today.check(cell(RIGHT).scale_rows)
+    told = said(capsys)
+    assert "all 2 cases pass" in told
+    assert "Saved" in told
+    assert lost in told
+    assert (clone / "work/answers/day04_scale_rows.py").exists()
+    today.predict("speed", "How fast?", guess=None)
+    assert "Your guess from before: 3" in said(capsys)
+    today.progress()
+    with today.mine() as calls:
+        toy.caller.engine_run(torch.ones(2, 3), torch.ones(2))
+    assert lost in said(capsys)
+    assert calls == {"scale_rows": 1}
 
 
 def test_mine_runs_the_engine_with_the_saved_answer_and_puts_all_back(today, cell, toy, capsys):
@@ -426,8 +510,8 @@ def test_pictures_and_data_are_found_or_named(today, tmp_path, monkeypatch, caps
 
 
 def test_a_day_that_does_not_exist_is_named():
-    with pytest.raises(CourseError, match="there is no day 31"):
-        day(31)
+    with pytest.raises(CourseError, match="there is no day 32"):
+        day(32)
 
 
 KERNEL_CELLS = (
@@ -509,3 +593,40 @@ def test_in_a_real_kernel_answers_are_found_saved_and_shown(tmp_path):
         "Your scale_rows (Day 4) was not called. Your Counter (Day 4) was called once."
     )
     assert printed.text == "True 5\n"
+
+
+ORDER_CELLS = (
+    "import os\nos.chdir({clone!r})\nfrom nanoserve.course import day\ntoday = day(1)",
+    "print(below + 1)",
+    "print(nowhere)",
+    "def f():\n    print(late)\n    late = 1\nf()",
+    "below = 3",
+    "print(below + 1)",
+)
+
+
+def test_in_a_real_kernel_a_cell_run_too_early_points_at_the_cells_above(tmp_path):
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    (tmp_path / "nanoserve").mkdir()
+    (tmp_path / "notebooks").mkdir()
+    sources = [source.format(clone=str(tmp_path)) for source in ORDER_CELLS]
+    cells = [nbformat.v4.new_code_cell(source) for source in sources]
+    notebook = nbformat.v4.new_notebook(cells=cells)
+    nbformat.write(notebook, tmp_path / "notebooks/day01_oracle.ipynb")
+    nbclient.NotebookClient(notebook, timeout=60, allow_errors=True).execute()
+    error, pointer = cells[1].outputs
+    assert error.ename == "NameError"
+    assert " ".join(pointer.data["text/plain"].split()) == (
+        "Another cell of this day defines `below`, and it has not run since the kernel started. "
+        "Run the cells above first: Run → Run All Above Selected Cell."
+    )
+    for cell, kind in ((cells[2], "NameError"), (cells[3], "UnboundLocalError")):
+        assert [output.get("ename") for output in cell.outputs] == [kind]
+    assert cells[5].outputs[0].text == "4\n"
+
+
+def test_a_notebook_s_plain_text_is_wrapped_at_spaces_alone():
+    long = "paged_attention_reference, " * 10 + "x" * 120
+    assert " ".join(wrapped(f"short\n{long}").split()) == f"short {long}"
+    assert wrapped("two\n\n  lines") == "two\n\n  lines"
+    assert max(map(len, wrapped(long).splitlines()[:-1])) <= 96

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from nanoserve.course import check
+from nanoserve.course import check, lands
+from nanoserve.course.above import ABOVE
 from nanoserve.course.curriculum import DAYS, last_of_week
 from nanoserve.course.exercise import Wrong
 from nanoserve.course.exercises import exercises_of, module_of, review_of, widgets_of
@@ -52,6 +53,13 @@ def test_a_day_s_names_are_its_own(info):
     assert len(set(names)) == len(names)
     assert all(callable(factory) for factory in widgets_of(info.number).values())
     assert not review_of(info.number) or last_of_week(info.number)
+
+
+@pytest.mark.parametrize("twin", lands.twins()[1:], ids=lambda twin: twin.stem[:5])
+def test_a_day_s_first_exercise_says_what_to_run_after_a_restart(twin):
+    text = twin.read_text(encoding="utf-8")
+    section = text[text.index("Your turn") :].partition("# %%")[0]
+    assert ABOVE in section
 
 
 def test_the_helper_accepts_a_sound_exercise(toy):

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import nbformat
 import pytest
 
-from nanoserve.course import lands, publish
+from nanoserve.course import lands, publish, sync
 
 TWIN = f"""# %% [markdown]
 # # Day 1
@@ -141,7 +141,7 @@ def test_an_outdated_set_up_cell_is_replaced():
 
 @pytest.mark.parametrize("name", ["", "nanoserve", "https://github.com/a/b", "a/b/c", "a b/c"])
 def test_a_repository_that_is_no_owner_and_name_is_one_clear_line(name, capsys):
-    assert publish.main([name]) == 2
+    assert sync.main(["--stamp", name]) == 2
     out = capsys.readouterr().out
     assert out.count("\n") == 1
     assert "make publish REPO=ada/nanoserve" in out

@@ -1,6 +1,7 @@
 """The learner's folder: copied, never overwritten, and never in the way."""
 
 import json
+import linecache
 import os
 import sys
 
@@ -77,7 +78,7 @@ def test_reset_keeps_the_old_copy_beside_the_fresh_one(clone):
         assert json.loads(path.read_text())["nbformat"] == 4
 
 
-@pytest.mark.parametrize("day", [31, "x", "day99", -1, ""])
+@pytest.mark.parametrize("day", [32, "x", "day99", -1, ""])
 def test_an_unknown_day_is_named(clone, day):
     with pytest.raises(CourseError, match="there is no day"):
         store.start(day)
@@ -115,9 +116,54 @@ def test_status_tells_each_day(clone, work, toy):
     progress.save()
     rows = store.status()
     assert [row.info.number for row in rows] == list(range(len(DAYS)))
-    assert (rows[1].words, rows[2].words, rows[14].words) == ("started", "open", "not out yet")
+    assert (rows[1].words, rows[2].words, rows[14].words) == ("not started",) * 2 + ("not out yet",)
     assert (rows[4].passed, rows[4].total) == (("double",), 3)
     assert " ".join(str(rows[4]).split()) == "day 4 RMSNorm and RoPE 1 of 3 not out yet"
+
+
+def _state(day):
+    return store.status()[day].words
+
+
+def test_a_copy_is_started_once_it_is_changed_or_run(clone):
+    store.start()
+    assert (_state(1), _state(2)) == ("not started", "not started")
+    for day, change in ((1, {"source": "1 + 2"}), (2, {"execution_count": 1})):
+        path = clone / "work" / find(day).notebook
+        notebook = json.loads(path.read_text())
+        notebook["metadata"]["language_info"] = {"version": "3.12"}  # what Jupyter adds by itself
+        path.write_text(json.dumps(notebook))
+        assert _state(day) == "not started"
+        notebook["cells"][0].update(change)
+        path.write_text(json.dumps(notebook))
+        assert _state(day) == "started"
+
+
+def test_an_update_of_the_course_starts_no_day(clone):
+    store.start(1)
+    published = clone / "notebooks/day01_oracle.ipynb"
+    published.write_text(_notebook(_code("2 + 2")), encoding="utf-8")
+    assert _state(1) == "not started"
+
+
+def test_a_copy_of_an_earlier_version_is_compared_with_the_published_one(clone):
+    (clone / "work").mkdir()
+    copy = clone / "work/day01_oracle.ipynb"
+    cells = json.loads((clone / "notebooks/day01_oracle.ipynb").read_text())["cells"]
+    copy.write_text(_notebook(*({**cell, "execution_count": None} for cell in cells)))
+    assert _state(1) == "not started"
+    copy.write_text("damaged")
+    assert _state(1) == "started"
+
+
+def test_a_guess_starts_a_day_and_all_exercises_end_it(clone, work, toy):
+    progress = Progress.load()
+    progress.set_guess(1, "growth", 3.0)
+    for name in ("scale_rows", "Counter", "double"):
+        progress.add_passed(4, name)
+    progress.save()
+    (clone / "notebooks" / find(4).notebook).write_text(_notebook(), encoding="utf-8")
+    assert (_state(1), _state(2), _state(4)) == ("started", "not started", "done")
 
 
 def test_a_failed_write_leaves_the_old_file_whole(work, monkeypatch):
@@ -134,14 +180,39 @@ def test_a_failed_write_leaves_the_old_file_whole(work, monkeypatch):
     assert path.read_text() == "old"
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"passed": {}}', '{"passed": 3, "predictions": {}}'])
-def test_a_damaged_progress_file_is_set_aside_and_said(work, text):
+UNREADABLE = [
+    b"{",
+    b"[]",
+    b'{"passed": {}}',
+    b'{"passed": 3, "predictions": {}}',
+    b'{"passed": {"2": [["x"]]}, "predictions": {}}',
+    b"\xff\xfe\x00",
+    b"",
+    b"[" * 100_000,
+]
+
+
+@pytest.mark.parametrize("text", UNREADABLE, ids=range(len(UNREADABLE)))
+def test_a_damaged_progress_file_is_set_aside_and_passes_come_from_the_answers(work, text):
+    store.write_atomically(work / "answers/day02_unpermute.py", "def unpermute(): pass\n")
     for number in ("", ".1"):
-        store.write_atomically(work / "progress.json", text)
+        (work / "progress.json").write_bytes(text)
         progress = Progress.load()
-        assert f"progress.corrupt{number}.json" in progress.trouble
-        assert progress.passed(2) == []
+        assert f"set aside as progress.corrupt{number}.json" in progress.trouble
+        assert progress.passed(2) == ["unpermute"]
+        assert (work / f"progress.corrupt{number}.json").read_bytes() == text
     assert not (work / "progress.json").exists()
+    again = Progress.load()
+    assert (again.passed(2), again.trouble) == (["unpermute"], "")
+    again.save()
+    assert Progress.load().passed(2) == ["unpermute"]
+
+
+def test_a_progress_file_that_is_a_folder_is_set_aside_too(work):
+    (work / "progress.json").mkdir(parents=True)
+    assert "set aside" in Progress.load().trouble
+    Progress.load().save()
+    assert (work / "progress.json").is_file()
 
 
 def test_progress_round_trips(work):
@@ -223,8 +294,6 @@ def test_an_answer_that_cannot_stand_alone_says_why(cell, source, why):
 
 def test_source_is_found_beside_ipython_s_own_lines(cell):
     file = next(iter(cell("def f():\n    return 1\n").f.__code__.co_filename for _ in "1"))
-    import linecache
-
     lines = ["%time 1\n", "!ls\n", "f?\n", *linecache.cache[file][2]]
     linecache.cache[file] = (0, None, lines, file)
     made = {}

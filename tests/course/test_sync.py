@@ -222,3 +222,13 @@ def test_an_error_and_a_large_notebook_are_refused():
         normalised(new_output("error", ename="ValueError", evalue="no", traceback=[]))
     with pytest.raises(sync.SyncError, match="a notebook may have 400,000"):
         normalised(stream("x" * 400_000))
+
+
+def test_a_map_that_lacks_a_day_which_is_out_is_noticed():
+    def notebook(row: str):
+        output = new_output("display_data", data={"text/plain": f"day  title\n{row}"})
+        return new_notebook(cells=[new_code_cell("today.index()", outputs=[output])])
+
+    assert sync.map_is_old(notebook("14   A pool of blocks  0 of 1     not out yet"))
+    assert not sync.map_is_old(notebook("14   A pool of blocks  0 of 1     started"))
+    assert not sync.map_is_old(notebook("99   Later                        not out yet"))

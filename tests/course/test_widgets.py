@@ -1,6 +1,7 @@
 """Widgets: one output that holds the live form and the picture."""
 
 import base64
+import inspect
 import sys
 
 import pytest
@@ -8,6 +9,7 @@ from matplotlib import pyplot
 
 from nanoserve.course import day, show, store, widgets
 from nanoserve.course.exercise import CourseError
+from nanoserve.course.exercises import widgets_of
 from nanoserve.course.widgets import choice, figure_widget, slider, text, toggle
 
 drawn = []
@@ -110,5 +112,47 @@ def test_the_map_shows_days_and_passed_exercises(toy, displayed):
     (bundle,) = displayed
     assert "1 of 3" in bundle["text/plain"]
     assert "1 of 3 exercises" in bundle["text/html"]
-    assert bundle["text/html"].count("<b>") == 31
+    assert bundle["text/html"].count("<b>") == 32
     assert "At the roof" in bundle["text/plain"]
+
+
+def test_a_sliders_end_follows_the_other_controls():
+    """A slider never offers more than the picture shows: its value moves back with its end."""
+    made = figure_widget(
+        draw, n=slider(1, lambda values: 2 * values["k"], 3), k=choice([1, 2, 4], 2)
+    )
+    assert made.controls["n"].max == 4
+    made.controls["k"].value = 4
+    made.controls["n"].value = 8
+    made.controls["k"].value = 1
+    assert (made.controls["n"].max, made.controls["n"].value) == (2, 2)
+    assert drawn[-1] == {"n": 2, "k": 1}
+
+
+def test_a_live_image_has_its_own_width_on_the_page():
+    made = figure_widget(draw, n=slider(1, 9, 3))
+    width = show.png_metadata(made.png)["width"]
+    assert made.image.layout.width == f"{width}px"
+    assert made.image.layout.max_width == "100%"
+
+
+def every_widget():
+    for number in range(27):
+        for name, make in widgets_of(number).items():
+            needs = inspect.signature(make).parameters.values()
+            if all(parameter.default is not parameter.empty for parameter in needs):
+                yield pytest.param(make, id=f"day {number} {name}")
+
+
+@pytest.mark.parametrize("make", [*every_widget()])
+def test_every_slider_of_the_course_stays_within_its_picture(make):
+    """Both ends of every slider are drawn, and each step of it gives another picture."""
+    made = make()
+    start = dict(made.values)
+    for name, control in made.made.items():
+        if not getattr(control, "kind", "").endswith("Slider"):
+            continue
+        own = made.controls[name]
+        ends = [made.draw(**{**start, name: value}) for value in (own.max, own.max - own.step)]
+        last, before = (widgets._png(figure)[0] for figure in ends)
+        assert last != before, f"{name}: its last step, {own.max}, changes nothing"

@@ -9,7 +9,18 @@ from triton.runtime.jit import JITFunction
 
 from nanoserve.kernels.dispatch import launch, paged_attention_triton
 from nanoserve.kernels.paged_attention import paged_attention_kernel
-from tests.attention_cases import ALL, SMALL, AttentionCase, assert_expected, tensors
+from nanoserve.kernels.reference import paged_attention_reference, tolerance
+from tests.attention_cases import (
+    ALL,
+    SMALL,
+    AttentionCase,
+    assert_expected,
+    call_laid_out,
+    compact,
+    tensors,
+    with_out_laid_out,
+)
+from tests.interpreted.runtimes import drawn
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -53,3 +64,23 @@ def test_what_lies_in_other_slots_changes_no_bit(case):
         for empty in (torch.nan, 0.0)
     ]
     assert torch.equal(*outs)
+
+
+@drawn(examples=12)
+def test_any_layout_gives_what_contiguous_copies_give(random):
+    """Views are drawn on the CPU; on a GPU they are copied there with their strides."""
+    given = call_laid_out(random)
+    expected = paged_attention_reference(*compact(given))
+    atol, rtol = tolerance(torch.float32)
+    args = tuple(on_device(x) if isinstance(x, torch.Tensor) else x for x in given)
+    outs = [paged_attention_triton(*args)]
+    if INTERPRETED:
+        outs.append(with_out_laid_out(paged_attention_kernel, random, args))
+    for out in outs:
+        torch.testing.assert_close(out.cpu(), expected, atol=atol, rtol=rtol)
+
+
+def on_device(x: torch.Tensor) -> torch.Tensor:
+    """The view x on DEVICE, with the same strides and offset into a copy of its memory."""
+    memory = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage()).to(DEVICE)
+    return memory.as_strided(x.shape, x.stride(), x.storage_offset())

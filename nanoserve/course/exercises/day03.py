@@ -27,6 +27,9 @@ def _merge_cases() -> list[Case]:
         Case("l l o w: the best pair comes first", (list("llow"), _RANKS), kind="lowest"),
         Case(f"a q u a: the known pair has rank {_LATE:,}", (list("aqua"), many), kind="lowest"),
         Case("h e - h e: a pair that stands twice", (list("he-he"), _RANKS), kind="places"),
+        Case(
+            "h e h o e: half of the pair stands alone too", (list("hehoe"), _RANKS), kind="places"
+        ),
         Case("a a a: a pair that overlaps itself", (list("aaa"), _RANKS), kind="places"),
         Case("el l l: a piece that ends in l", (["el", "l", "l"], _RANKS), kind="places"),
         Case("z e n: no pair is known", (list("zen"), _RANKS), kind="none"),
@@ -234,6 +237,7 @@ def _stream_cases() -> list[Case]:
         case("a family: woman, joiner, girl", _FAMILY, "split"),
         case("the stream ends inside a character", [b"ok ", b"\xf0\x9f", b"\x8d"], "end"),
         case("the byte FF, which begins no character", [b"a", b"\xff", b"b"], "invalid"),
+        case("two bytes FF in one token", [b"a\xffb\xffc", b"d"], "invalid"),
         case("the byte C0, which begins no character", [b"a", b"\xc0", b"b"], "invalid"),
         case("a character that is broken off", [b"x\xe2", b"yz", b"."], "invalid"),
         case("broken off, one byte a token", [b"\xf0", b"y", b"."], "invalid"),

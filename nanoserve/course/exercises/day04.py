@@ -383,6 +383,7 @@ PLAIN_FREQUENCIES = Exercise(
         _no_two, _no_minus, _derived_head, _twice, _wavelengths, _from_one, _fixed_theta,
         _scaled_already, _double,
     ),
+    was=("rope_frequencies",),  # it made both until they were taken apart
 )  # fmt: skip
 
 
@@ -486,6 +487,7 @@ ROPE_FREQUENCIES = Exercise(
         _unscaled, _needs_scaling, _all_slowed, _ends_swapped, _no_blend, _no_clamp, _multiplied,
         _no_circle, _new_context, _blended_waves,
     ),
+    optional=True,
 )  # fmt: skip
 
 EXERCISES = (RMS_NORM, ROTATE_HALF, PLAIN_FREQUENCIES, ROPE_FREQUENCIES)

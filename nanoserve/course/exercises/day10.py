@@ -18,6 +18,7 @@ from nanoserve.sampling import (
 INF = torch.inf
 SIX = torch.tensor([1.5, -0.5, 3.0, 0.25, 2.25, -2.0])
 ROWS = torch.tensor([[1.5, -0.5, 3.0, 0.25, -2.0], [-1.0, 4.0, 0.5, 3.5, 1.25]])  # [2, vocab 5]
+FLAT_AND_SHARP = torch.tensor([[1.0, 1.2, 0.8, 1.1, 0.0], [9.0, 1.0, 6.5, 2.0, 3.0]])
 HOLED = torch.tensor([0.5, -INF, 2.0, 1.0, -INF, -0.75, 0.0])
 
 
@@ -196,6 +197,8 @@ def _top_k_cases() -> list[Case]:
         Case("three that tie for second place, k = 2", (tied, 2), kind="ties"),
         Case("some logits -inf, k = 4", (HOLED, 4), kind="keep"),
         Case("k = 0 is off", (SIX, 0), kind="edges"),
+        Case("k = 0 is off, two rows", (ROWS, 0), kind="edges"),
+        Case("six logits, k = 1", (SIX, 1), kind="keep"),
         Case("k = 1,000 of six", (SIX, 1_000), kind="edges"),
     ]
 
@@ -349,6 +352,7 @@ def _top_p_cases() -> list[Case]:
         Case("0.41, 0.5 and 0.09 at 0.9: which stay", (three, 0.9), kind="line", call=_kept),
         Case("six logits at 0.8", (SIX, 0.8), kind="order"),
         Case("two rows at 0.7", (ROWS, 0.7), kind="order"),
+        Case("a flat row and a sharp one at 0.5", (FLAT_AND_SHARP, 0.5), kind="order"),
         Case("some logits -inf, at 0.75", (HOLED, 0.75), kind="order"),
         Case("0.41, 0.5 and 0.09 at 0.49: which stay", (three, 0.49), kind="line", call=_kept),
         Case("eight equal tokens at 0.5: how many stay", (torch.zeros(8), 0.5), kind="line",
@@ -418,12 +422,11 @@ def _m_probabilities(logits, min_p):
 
 
 def _min_p_cases() -> list[Case]:
-    flat_and_sharp = torch.tensor([[1.0, 1.2, 0.8, 1.1, 0.0], [9.0, 1.0, 6.5, 2.0, 3.0]])
     return [
         Case("0.5, 0.3, 0.15 and 0.05 at 0.2", (torch.tensor([0.5, 0.3, 0.15, 0.05]).log(), 0.2),
              kind="bar"),
         Case("six logits at 0.4", (SIX, 0.4), kind="bar"),
-        Case("a flat row and a sharp one at 0.25", (flat_and_sharp, 0.25), kind="rows"),
+        Case("a flat row and a sharp one at 0.25", (FLAT_AND_SHARP, 0.25), kind="rows"),
         Case("some logits -inf, at 0.1", (HOLED, 0.1), kind="bar"),
         Case("min_p = 1 keeps the best and its equal", (torch.tensor([2.0, 1.0, 2.0, 1.9]), 1.0),
              kind="edges"),
@@ -602,8 +605,8 @@ def _sampling(logits: torch.Tensor, tokens: list[str]) -> widgets.FigureWidget:
                     ax.text(before[token] + 0.01, place, "removed", va="center",
                             fontsize=9, color=COLOURS["muted"])  # fmt: skip
             rest = 1 - float(after[ids].sum())
-            ax.text(0.99, 0.06, f"outlined: as the model says\nall other tokens: {rest:.0%}",
-                    transform=ax.transAxes, ha="right", color=COLOURS["muted"])  # fmt: skip
+            told = f"outlined: the model's probabilities\ntokens not shown: {rest:.0%}"
+            ax.text(0.99, 0.06, told, transform=ax.transAxes, ha="right", color=COLOURS["muted"])
         ax.set(xlim=(0, 1), ylim=(len(tokens) - 0.4, -0.6))
         ax.grid(axis="y", visible=False)
         return fig

@@ -319,6 +319,7 @@ def _cases() -> list[Case]:
         case("no stop strings", "none", (), "Hello", "", " world"),
         case("END inside one piece", "cut", STOP, "All done. END of it"),
         case("END, and then more text", "cut", STOP, "Well. ", "END", " more"),
+        case("END at the very start", "cut", STOP, "END", " more"),
         case("END over three pieces", "split", STOP, "All done", ". E", "N", "D of", " it"),
         case("a beginning that comes to nothing", "release", STOP, "an oak. E", "N", "T", "ER"),
         case("aab after three a's", "release", ("aab",), "aa", "a", "b"),

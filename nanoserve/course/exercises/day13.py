@@ -185,11 +185,11 @@ def _again_and_again(config, context, dtype):
 
 def _byte_cases() -> list[Case]:
     biased = replace(TINY, qkv_bias=True, qk_norm=True)
+    all_biased = replace(TINY, qkv_bias=True, o_bias=True)
     return [
         Case("a tiny model, an empty cache", (TINY, 0, torch.float32), kind="weights"),
-        Case(
-            "with biases and q/k norms, an empty cache", (biased, 0, torch.float32), kind="weights"
-        ),
+        Case("q/k/v biases, q/k norms, empty cache", (biased, 0, torch.float32), kind="weights"),
+        Case("q/k/v/o biases, empty cache", (all_biased, 0, torch.float32), kind="weights"),
         Case("a tiny model, 5 tokens", (TINY, 5, torch.float32), kind="cached"),
         Case("a tiny model, 5 tokens, bfloat16", (TINY, 5, torch.bfloat16), kind="dtype"),
         Case("SmolLM2, 512 tokens", (SMOLLM2, 512, torch.float32), kind="cached"),

@@ -47,7 +47,7 @@ def _slot_cases() -> list[Case]:
 
 
 def _checked(self, position: int) -> tuple[int, int, int]:
-    """(index, offset, block size) of a position that the table has room for."""
+    """(index, offset, block size) of a position inside the table."""
     size = self._allocator.block_size
     if not 0 <= position < len(self.blocks) * size:
         raise ValueError(f"position {position} is outside the table's {self.capacity} slots")
@@ -55,7 +55,7 @@ def _checked(self, position: int) -> tuple[int, int, int]:
 
 
 @wrong(
-    "This is the offset alone, as if every block were block 0. Add where the block begins: its id "
+    "This is the offset alone, as if every block were block 0. Add the block's first slot: its id "
     "times the block size."
 )
 def _offset_only(self, position):
@@ -72,7 +72,7 @@ def _block_only(self, position):
 
 
 @wrong(
-    "position % block_size is the place within a block. Which of the table's blocks it is says "
+    "position % block_size is the place within a block. The index of the block in the table is "
     "position // block_size."
 )
 def _index_from_offset(self, position):
@@ -99,7 +99,8 @@ def _late_boundary(self, position):
 
 
 @wrong(
-    "It goes to the next block one token too early: the last position of a block still lies in it."
+    "It goes to the next block one token too early. The last position of a block is still inside "
+    "it."
 )
 def _early_boundary(self, position):
     _, offset, size = _checked(self, position)
@@ -107,40 +108,35 @@ def _early_boundary(self, position):
 
 
 @wrong(
-    "Id and offset are added as they stand. A block of 4 begins at 4 times its id: multiply first."
+    "The id is not multiplied. A block of 4 slots begins at slot 4 times its id: multiply first."
 )
 def _not_multiplied(self, position):
     index, offset, _ = _checked(self, position)
     return self.blocks[index] + offset
 
 
-@wrong(
-    "Block and offset have changed places: the id is multiplied by the block size, the offset is "
-    "added."
-)
+@wrong("Block and offset are swapped: multiply the id by the block size, and add the offset.")
 def _swapped(self, position):
     index, offset, size = _checked(self, position)
     return offset * size + self.blocks[index]
 
 
-@wrong("Blocks are taken to have 16 slots. How many there are says the allocator's block_size.")
+@wrong("The code assumes blocks of 16 slots. Use the allocator's block_size.")
 def _always_16(self, position):
     _checked(self, position)
     index, offset = divmod(position, 16)
     return self.blocks[index] * 16 + offset
 
 
-@wrong(
-    "It multiplies by the number of blocks in the table. A block begins at its id times its size."
-)
+@wrong("It multiplies by the number of blocks in the table. Multiply by the block size.")
 def _times_table(self, position):
     index, offset, _ = _checked(self, position)
     return self.blocks[index] * len(self.blocks) + offset
 
 
 @wrong(
-    "It counts on from the first block, as if the others lay right behind it. They lie anywhere: "
-    "look up each position's own block."
+    "It counts on from the first block, as if all blocks lay side by side. They lie anywhere: look "
+    "up each position's own block."
 )
 def _runs_on(self, position):
     _, _, size = _checked(self, position)
@@ -148,23 +144,22 @@ def _runs_on(self, position):
 
 
 @wrong(
-    "The blocks have been sorted. Their order in the table is the order of the text; their ids are "
-    "in any order."
+    "The blocks are sorted by id. Do not sort: their order in the table is the order of the text."
 )
 def _sorted(self, position):
     index, offset, size = _checked(self, position)
     return sorted(self.blocks)[index] * size + offset
 
 
-@wrong("It gives the block and the offset. A slot is one number: id times block size plus offset.")
+@wrong("It returns block and offset. A slot is one number: id times block size plus offset.")
 def _pair(self, position):
     index, offset, _ = _checked(self, position)
     return self.blocks[index], offset
 
 
 @wrong(
-    "A position outside the table is answered: Python counts -1 from the end, to the last block. "
-    "Raise ValueError for anything but 0 <= position < self.capacity."
+    "A position outside the table returns a slot: Python's index -1 is the last block. Raise "
+    "ValueError unless 0 <= position < self.capacity."
 )
 def _from_the_end(self, position):
     index, offset = divmod(position, self._allocator.block_size)
@@ -174,8 +169,8 @@ def _from_the_end(self, position):
 
 
 @wrong(
-    "The first position past the end gets through your test. With 20 slots, 19 is the last: it is "
-    "position < self.capacity."
+    "Your test accepts the first position past the end. With 20 slots, 19 is the last position: "
+    "test position < self.capacity."
 )
 def _one_past(self, position):
     if not 0 <= position <= self.capacity:
@@ -185,8 +180,8 @@ def _one_past(self, position):
 
 
 @wrong(
-    "A position that has no block fails with Python's IndexError, or is answered. Check it first "
-    "and raise a ValueError that names the position."
+    "A position that has no block raises Python's IndexError or returns a slot. Check the position "
+    "first, and raise a ValueError that names it."
 )
 def _unchecked(self, position):
     index, offset = divmod(position, self._allocator.block_size)
@@ -204,15 +199,15 @@ SLOT = Exercise(
             "return self.blocks[0] * size + position, for the first block: 9 * 4 + 0 = 36.",
         ),
         "later": (
-            "Two questions: which entry of the table, and which place within the block?",
+            "Answer two questions: which entry of the table, and which place within the block?",
             "index, offset = divmod(position, block_size): the quotient is the entry, the "
-            "remainder is the place. The id of the block stands in self.blocks[index].",
+            "remainder is the place. The id of the block is self.blocks[index].",
             "return self.blocks[index] * self._allocator.block_size + offset",
         ),
         "refuse": (
-            "How many slots has the table? Which positions are those?",
-            "self.capacity is their number, so the positions are 0 to capacity - 1. Check before "
-            "you look up: Python takes a negative index without a word.",
+            "How many slots has the table? Which positions do they hold?",
+            "It has self.capacity slots, so the positions are 0 to capacity - 1. Check before you "
+            "look up: Python accepts a negative index.",
             'if not 0 <= position < self.capacity: raise ValueError(f"position {position} is '
             "outside the table's {self.capacity} slots\")",
         ),
@@ -230,7 +225,7 @@ SLOT = Exercise(
 
 
 def _grown(answer: type, lengths: list[int], others: int = 0, size: int = 4) -> dict:
-    """A table in a pool of 6 blocks, `others` of them somebody else's, grown to these lengths."""
+    """Grow a table to these lengths, in a pool of 6 blocks of which `others` are taken."""
     pool = BlockAllocator(6, size)
     for _ in range(others):
         pool.allocate()
@@ -275,8 +270,8 @@ def _missing(self, num_tokens: int) -> int:
 
 
 @wrong(
-    "Growth is not atomic: where the pool runs out half-way, the table keeps what it got so far. "
-    "Ask for all missing blocks in one call of allocate_for."
+    "Growth is not atomic: when the pool runs out half-way, the table keeps the blocks taken so "
+    "far. Take all missing blocks in one call of allocate_for."
 )
 def _one_by_one(self, num_tokens):
     while self.capacity < num_tokens:
@@ -284,8 +279,8 @@ def _one_by_one(self, num_tokens):
 
 
 @wrong(
-    "Where the pool runs out half-way, the blocks taken so far belong to nobody: not to the table, "
-    "and not to the pool. Ask for all of them in one call of allocate_for."
+    "When the pool runs out half-way, the blocks taken so far are lost: they are neither in the "
+    "table nor free. Take all missing blocks in one call of allocate_for."
 )
 def _lost(self, num_tokens):
     fresh = []
@@ -295,66 +290,62 @@ def _lost(self, num_tokens):
 
 
 @wrong(
-    "num_tokens is how many tokens there are in all, not how many come on top. Ask for what "
-    "self.capacity lacks."
+    "num_tokens is the number of all tokens, not of additional ones. Take blocks only for those "
+    "beyond self.capacity."
 )
 def _on_top(self, num_tokens):
     self.blocks += self._allocator.allocate_for(num_tokens)
 
 
 @wrong(
-    "The table is replaced by new blocks, and the old ones are lost with all that they hold. Add "
-    "to self.blocks."
+    "The new blocks replace the old ones, and the old ones are lost with their keys. Add to "
+    "self.blocks."
 )
 def _replaced(self, num_tokens):
     if _missing(self, num_tokens):
         self.blocks = self._allocator.allocate_for(num_tokens)
 
 
-@wrong("The blocks are taken from the pool and never put into the table.")
+@wrong("The blocks are taken from the pool but not added to the table: self.blocks += ...")
 def _not_kept(self, num_tokens):
     self._allocator.allocate_for(_missing(self, num_tokens))
 
 
-@wrong("New blocks come behind the old ones: the table is in the order of the text.")
+@wrong("The new blocks are put in front. Put them behind: the table has the order of the text.")
 def _in_front(self, num_tokens):
     self.blocks = self._allocator.allocate_for(_missing(self, num_tokens)) + self.blocks
 
 
-@wrong("It takes one block and no more. A prompt can need many: ask for all missing tokens.")
+@wrong("It takes only one block. A prompt can need many: take blocks for all missing tokens.")
 def _only_one(self, num_tokens):
     if _missing(self, num_tokens):
         self.blocks.append(self._allocator.allocate())
 
 
 @wrong(
-    "A table that is exactly full takes another block, which holds nothing. 4 tokens have room in "
-    "4 slots."
+    "A table that is exactly full takes one more block, which stays empty. 4 tokens fit in 4 slots."
 )
 def _too_early(self, num_tokens):
     if num_tokens >= self.capacity:
         self.blocks += self._allocator.allocate_for(num_tokens - self.capacity + 1)
 
 
-@wrong(
-    "The missing tokens are counted from the number of blocks. Count slots: self.capacity is "
-    "blocks times block size."
-)
+@wrong("It subtracts the number of blocks. Subtract the number of slots: self.capacity.")
 def _counts_blocks(self, num_tokens):
     self.blocks += self._allocator.allocate_for(max(0, num_tokens - len(self.blocks)))
 
 
 @wrong(
-    "Fewer tokens than there is room for gives a number below 0, and allocate_for refuses it. "
-    "Nothing is missing then: ask for max(0, ...)."
+    "With fewer tokens than slots, num_tokens - self.capacity is negative, and allocate_for raises "
+    "ValueError. Nothing is missing then: use max(0, ...)."
 )
 def _below_zero(self, num_tokens):
     self.blocks += self._allocator.allocate_for(num_tokens - self.capacity)
 
 
 @wrong(
-    "Asked for fewer tokens, it cuts the table. The blocks are lost to the pool, and growing is "
-    "all that grow does."
+    "For fewer tokens it shortens the table, and the cut blocks are lost. grow never removes a "
+    "block."
 )
 def _shrinks(self, num_tokens):
     self.blocks += self._allocator.allocate_for(_missing(self, num_tokens))
@@ -362,8 +353,8 @@ def _shrinks(self, num_tokens):
 
 
 @wrong(
-    "An exhausted pool is passed over in silence. The caller would write where there is no slot: "
-    "let KVCacheExhausted through."
+    "KVCacheExhausted is caught and ignored. The caller would write to positions without a slot: "
+    "let the error reach the caller."
 )
 def _silent(self, num_tokens):
     try:
@@ -373,8 +364,8 @@ def _silent(self, num_tokens):
 
 
 @wrong(
-    "Where the pool is exhausted the table gives up all that it had. Failing must change nothing: "
-    "the sequence can go on when somebody else has ended."
+    "When the pool is exhausted, the table frees all its blocks. A failure must change nothing: "
+    "the sequence goes on when another one has ended."
 )
 def _gives_up(self, num_tokens):
     try:
@@ -390,27 +381,27 @@ GROW = Exercise(
     _grow_cases,
     hints={
         "first": (
-            "The table is empty. Who hands out blocks, and for how many tokens?",
-            "self._allocator.allocate_for(n) gives a list of just enough block ids for n tokens.",
+            "The table is empty. Which method hands out blocks, and for how many tokens?",
+            "self._allocator.allocate_for(n) returns a list of just enough block ids for n tokens.",
             "For an empty table: self.blocks += self._allocator.allocate_for(num_tokens)",
         ),
         "again": (
-            "num_tokens counts all tokens. How many of them have room already?",
-            "self.capacity of them. Ask for the rest only, and put the new blocks behind the old.",
+            "num_tokens counts all tokens. How many of them have slots already?",
+            "self.capacity of them. Take blocks for the rest, and put the new ones behind the old.",
             "self.blocks += self._allocator.allocate_for(max(0, num_tokens - self.capacity))",
         ),
         "fewer": (
-            "What is num_tokens - self.capacity, when there is room enough?",
-            "Below 0 or 0, and then there is nothing to do: grow only grows.",
+            "What is num_tokens - self.capacity, if the table has enough slots?",
+            "It is 0 or negative, and then nothing must change: grow never removes a block.",
             "max(0, num_tokens - self.capacity)",
         ),
         "atomic": (
-            "The pool has 3 blocks free, and the table asks for more than that. Who owns what "
-            "afterwards?",
-            "Nothing may have changed. allocate_for is all or none: make it one call, and let its "
-            "KVCacheExhausted through.",
+            "The pool has 3 blocks free, and the table needs more. Which blocks does the table own "
+            "after the error?",
+            "The same as before. allocate_for is all or none: call it once, and let its "
+            "KVCacheExhausted reach the caller.",
             "One line does it: self.blocks += self._allocator.allocate_for(max(0, num_tokens - "
-            "self.capacity)). Where it raises, += is never reached.",
+            "self.capacity)). If it raises, += does not run.",
         ),
     },
     target="nanoserve.cache:BlockTable.grow",
@@ -449,7 +440,8 @@ def events(script: str) -> list[str]:
 
 
 def play(script: str, step: int, size: int) -> tuple[BlockAllocator, dict, dict, str]:
-    """The pool, the tables, the lengths, and what the last of the first `step` steps did."""
+    """The pool, the tables, the lengths, and a sentence about the last of the first `step` "
+    "steps."""
     pool = BlockAllocator(POOL, size)
     tables = {name: BlockTable(pool) for name in SHADES if name in script}
     lengths, told = dict.fromkeys(SHADES, 0), "nothing yet"
@@ -466,9 +458,11 @@ def play(script: str, step: int, size: int) -> tuple[BlockAllocator, dict, dict,
         try:
             table.grow(lengths[name] + 1)
         except KVCacheExhausted:
-            told = f"{name} wants a block and none is free: refused, nothing has changed"
+            told = f"{name} needs a block and none is free: refused, nothing has changed"
             continue
-        taken = f"takes block {table.blocks[-1]}" if len(table.blocks) > before else "has room"
+        taken = (
+            f"takes block {table.blocks[-1]}" if len(table.blocks) > before else "has a free slot"
+        )
         told = f"{name} {taken}, and writes slot {table.slot(lengths[name])}"
         lengths[name] += 1
     return pool, tables, lengths, told
@@ -507,9 +501,9 @@ def _draw_explorer(script: str, step: int, block_size: int) -> Plot:
         ax.add_patch(_cell(0, y - 0.27, 0.5, fill, COLOURS["ink"], 0.54))
         ax.text(0.25, y, name, ha="center", va="center", color=ink, weight="bold")
         blocks = ", ".join(map(str, table.blocks))
-        room = f"{lengths[name]} tokens, room for {table.capacity}"
+        held = f"{lengths[name]} tokens, {table.capacity} slots"
         ax.text(0.75, y, f"blocks [{blocks}]", va="center", family="DejaVu Sans Mono", size=10)
-        ax.text(6.4, y, room, va="center", color=COLOURS["muted"])
+        ax.text(6.4, y, held, va="center", color=COLOURS["muted"])
     free = ", ".join(map(str, reversed(pool._free))) or "none"
     words = f"{pool.num_free} of {POOL} blocks free, in the order they will be taken: {free}"
     ax.text(0, 3.2 + 0.75 * len(tables), words, color=COLOURS["muted"])
@@ -527,7 +521,7 @@ def _explorer(script: str = SCRIPT, step: int = 28):
     return widgets.figure_widget(
         _draw_explorer,
         script=widgets.text(script, label="what happens"),
-        step=widgets.slider(0, 60, step),
+        step=widgets.slider(0, lambda values: len(events(values["script"])), step),
         block_size=widgets.choice([2, 4, 8], 4),
     )
 

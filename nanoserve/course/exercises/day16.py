@@ -1,5 +1,6 @@
 """Day 16: this step's keys and values go through their slots into the pool."""
 
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
@@ -22,7 +23,7 @@ def keys_and_values(seq: int, seed: int, batch: int = 1) -> tuple[torch.Tensor, 
 
 
 def scattered_pool(num_blocks: int = 7, poison: bool = False) -> KVPool:
-    """A pool that hands out blocks in SCATTERED's order; all its slots have been used before."""
+    """A pool that hands out blocks in SCATTERED's order; its slots hold old numbers."""
     pool = KVPool(CONFIG, num_blocks, BLOCK, poison=poison)
     for block in pool.allocator.allocate_for(num_blocks * BLOCK):
         assert block < num_blocks
@@ -34,7 +35,7 @@ def scattered_pool(num_blocks: int = 7, poison: bool = False) -> KVPool:
 
 
 def step(cache, seq: int, seed: int, layers: int = CONFIG.num_layers) -> list[dict]:
-    """One step through the layers: the history that each gave back, and seq_len after it."""
+    """Append one step in each layer; return the K and V that append returned, and seq_len."""
     given = []
     for layer in range(layers):
         k, v = cache.append(layer, *keys_and_values(seq, seed + layer))
@@ -63,7 +64,7 @@ def _lengths(answer: type, steps: list[int]) -> list[int]:
 
 
 def _broken_off(answer: type) -> list[dict]:
-    """A step that stops after layer 0, and then the same step again."""
+    """Stop a step after layer 0, then run the same step again."""
     cache = answer(scattered_pool())
     step(cache, 5, 0)
     step(cache, 2, 10, layers=1)
@@ -79,7 +80,7 @@ def _two_take_turns(answer: type) -> list[dict]:
 
 
 def _no_room(answer: type) -> dict:
-    """Nine tokens into two blocks of four: what is left behind."""
+    """Write nine tokens into two blocks of four; return the state after the refusal."""
     pool = scattered_pool(num_blocks=2)
     cache = answer(pool)
     step(cache, 5, 0)
@@ -98,24 +99,38 @@ def _batch(answer: type) -> None:
     answer(scattered_pool()).append(0, *keys_and_values(3, 0, batch=2))
 
 
+def _batch_refused(answer: type) -> dict:
+    """The state after a batch of two was refused."""
+    cache = answer(scattered_pool())
+    with suppress(ValueError):
+        cache.append(0, *keys_and_values(3, 0, batch=2))
+    return {
+        "blocks taken": len(cache.table.blocks), "free blocks": cache.pool.allocator.num_free,
+        "seq_len": cache.seq_len,
+    }  # fmt: skip
+
+
 def _cases() -> list[Case]:
     return [
         Case("the pool after a prompt of 3", ([3],), call=_pool_after, kind="write"),
         Case("the pool after 6, 1 and 3 tokens", ([6, 1, 3],), call=_pool_after, kind="write"),
-        Case("the history after 6 tokens", ([6],), call=_history, kind="read"),
-        Case("the history after 6, 1 and 3 tokens", ([6, 1, 3],), call=_history, kind="read"),
+        Case("append returns K and V of 6 tokens", ([6],), call=_history, kind="read"),
+        Case(
+            "append returns K and V of 6, 1 and 3 tokens", ([6, 1, 3],), call=_history, kind="read"
+        ),
         Case("seq_len after each layer", ([5, 1],), call=_lengths, kind="length"),
-        Case("a step breaks off and is done again", call=_broken_off, kind="length"),
+        Case("a step fails after layer 0 and runs again", call=_broken_off, kind="length"),
         Case("two sequences take turns", call=_two_take_turns, kind="read"),
-        Case("the pool has no room", call=_no_room, kind="room"),
+        Case("the pool has too few blocks", call=_no_room, kind="room"),
         Case("a batch of two", call=_batch, kind="batch", expected=raises(ValueError, "2")),
+        Case("the state after a batch of two", call=_batch_refused, kind="batch"),
     ]
 
 
 def _right(
     self, layer, k, v, new=None, put=None, history=None, where=None, moves=None, maps=True
 ):  # fmt: skip
-    """The right answer with one thing changed."""
+    """The right answer with one part changed."""
     if k.shape[0] != 1:
         raise ValueError(f"a cache holds one sequence, got a batch of {k.shape[0]}")
     end = self.seq_len + k.shape[2]
@@ -135,15 +150,15 @@ def _right(
 
 @wrong(
     "The new tokens are written at their positions in the text, as if slot and position were the "
-    "same. Ask the mapping: position p lies in slot self._slots[p]."
+    "same. Use the mapping: position p lies in slot self._slots[p]."
 )
 def _logical(self, layer, k, v):
     return _right(self, layer, k, v, new=lambda self, end: torch.arange(self.seq_len, end))
 
 
 @wrong(
-    "It counts on from the sequence's first slot, as if its blocks were neighbours. Each position "
-    "has a slot of its own: self._slots[self.seq_len : end]."
+    "It counts on from the sequence's first slot, as if all blocks lay side by side. Look each "
+    "slot up: self._slots[self.seq_len : end]."
 )
 def _neighbours(self, layer, k, v):
     def new(self, end):
@@ -153,16 +168,16 @@ def _neighbours(self, layer, k, v):
 
 
 @wrong(
-    "The new tokens go into the sequence's oldest slots, over what it remembers. Theirs are the "
-    "last of the mapping: self.seq_len : end."
+    "The new tokens overwrite the sequence's oldest slots. Their slots are the last ones of the "
+    "mapping: self._slots[self.seq_len : end]."
 )
 def _oldest(self, layer, k, v):
     return _right(self, layer, k, v, new=lambda self, end: self._slots[: end - self.seq_len])
 
 
 @wrong(
-    "It writes into the slots of the whole history, and has only this step's keys to put there. "
-    "Take the slots from self.seq_len on."
+    "It writes into the slots of all tokens, but k holds only this step's. Take the slots from "
+    "self.seq_len on."
 )
 def _whole_history(self, layer, k, v):
     return _right(self, layer, k, v, new=lambda self, end: self._slots[:end])
@@ -180,8 +195,8 @@ def _reshaped(self, layer, k, v):
 
 
 @wrong(
-    "All tokens of the step go into one slot, so only the last is left. Each token has its own: "
-    "one slot for each row."
+    "All tokens of the step go into one slot, so only the last one stays. Each token has its own "
+    "slot."
 )
 def _one_slot(self, layer, k, v):
     def put(pool, slots, k):
@@ -203,8 +218,8 @@ def _values_over_keys(self, layer, k, v):
 
 
 @wrong(
-    "Nothing arrives in the pool: pool[slots] with a tensor of slots is a copy, and the copy was "
-    "written to. Use index_copy_, or assign: pool[slots] = ..."
+    "The pool does not change: pool[slots] with a tensor of slots is a copy, and you wrote into "
+    "the copy. Use index_copy_, or assign: pool[slots] = ..."
 )
 def _into_a_copy(self, layer, k, v):
     def put(pool, slots, k):
@@ -214,7 +229,7 @@ def _into_a_copy(self, layer, k, v):
 
 
 @wrong(
-    "The keys are added to what lay in the slot before, from another sequence perhaps. Overwrite "
+    "The keys are added to the old content of the slot, which may be another sequence's. Overwrite "
     "it: index_copy_."
 )
 def _added(self, layer, k, v):
@@ -230,45 +245,44 @@ def _one_layer(self, layer, k, v):
 
 
 @wrong(
-    "It gives back the slots of this step only, so attention sees nothing older. Give back the "
-    "history's: self._slots[:end]."
+    "It returns the slots of this step only, so attention sees no older token. Return the slots of "
+    "all tokens: self._slots[:end]."
 )
 def _only_the_new(self, layer, k, v):
     return _right(self, layer, k, v, history=lambda self, end: self._slots[end - k.shape[2] : end])
 
 
 @wrong(
-    "The slots come newest first. Attention counts positions from the front: oldest first, as the "
-    "mapping has them."
+    "The slots come newest first. Attention needs them oldest first, in the order of the mapping."
 )
 def _newest_first(self, layer, k, v):
     return _right(self, layer, k, v, history=lambda self, end: self._slots[:end].flip(0))
 
 
 @wrong(
-    "It gives back self.slot_mapping, which ends at seq_len, and seq_len moves only with the last "
-    "layer: the others do not see the tokens they have just written."
+    "It returns self.slot_mapping, which ends at seq_len. seq_len changes only in the last layer, "
+    "so the other layers do not see the tokens of this step."
 )
 def _slot_mapping(self, layer, k, v):
     return _right(self, layer, k, v, history=lambda self, end: self.slot_mapping)
 
 
 @wrong(
-    "seq_len moves at every layer, so the next layer writes behind a gap. A step has one length: "
-    "it moves with the last layer."
+    "seq_len grows in every layer, so the next layer writes behind a gap. It must grow once a "
+    "step, in the last layer."
 )
 def _every_layer(self, layer, k, v):
     return _right(self, layer, k, v, moves=k.shape[2])
 
 
-@wrong("seq_len never moves, so each step is written over the one before.")
+@wrong("seq_len never grows, so each step overwrites the step before.")
 def _never_moves(self, layer, k, v):
     return _right(self, layer, k, v, moves=0)
 
 
 @wrong(
-    "seq_len moves before the pool has been asked. When it has no room, the cache counts tokens "
-    "that were never written: map first."
+    "seq_len grows before _map. If the pool has too few blocks, the cache then counts tokens that "
+    "were never written: call _map first."
 )
 def _moves_too_early(self, layer, k, v):
     start, end = self.seq_len, self.seq_len + k.shape[2]
@@ -287,11 +301,20 @@ def _not_mapped(self, layer, k, v):
 
 
 @wrong(
-    "A batch of two is taken and its second sequence forgotten. Refuse it: raise ValueError and "
-    "say how many came."
+    "A batch of two is accepted, and its second sequence is lost. Raise ValueError and name the "
+    "size of the batch."
 )
 def _batch_taken(self, layer, k, v):
     return _right(self, layer, k[:1], v[:1])
+
+
+@wrong(
+    "The batch is refused only after _map has taken blocks for it. Refuse it before anything "
+    "changes."
+)
+def _batch_refused_late(self, layer, k, v):
+    self._map(self.seq_len + k.shape[2])
+    return _right(self, layer, k, v)
 
 
 WRITE = Exercise(
@@ -299,35 +322,34 @@ WRITE = Exercise(
     _cases,
     hints={
         "write": (
-            "Three things are needed: where the history ends after this step, the slots of the "
-            "new positions, and the new keys with one row for each of those slots.",
+            "You need three values: the number of tokens after this step, the slots of the new "
+            "positions, and the new keys with one row for each of those slots.",
             "After self._map(end), position p lies in slot self._slots[p]. A row of the pool is "
             "[n_kv, head_dim], and k[0] is [n_kv, query_len, head_dim]: transpose(0, 1).",
             "new = self._slots[self.seq_len : end], then "
             "self.pool.k[layer].index_copy_(0, new, k[0].transpose(0, 1)), and the same for v.",
         ),
         "read": (
-            "append reads the slots that you give back, in the order in which you give them.",
-            "They are those of the whole history, this step's included, oldest first, in every "
-            "layer, whether seq_len has moved yet or not.",
+            "append reads the slots that you return, in their order.",
+            "Return the slots of all tokens, this step's included, oldest first, in every layer, "
+            "also before seq_len has changed.",
             "return self._slots[:end]",
         ),
         "length": (
-            "A step calls this once for each layer. After which of them has the text grown?",
-            "seq_len is what every layer of this step starts from, so it may move only when the "
+            "A step calls _write once for each layer. After which layer is the step complete?",
+            "Every layer of this step starts from seq_len, so seq_len may change only after the "
             "last layer has written. The pool's k has one row for each layer.",
             "if layer == len(self.pool.k) - 1: self.seq_len = end",
         ),
         "room": (
-            "What has changed by the time that the pool says no?",
-            "self._map(end) is what raises, and it raises before it takes a block. Nothing that "
-            "you change may come before it.",
-            "Order: refuse a batch, end = ..., self._map(end), write, move seq_len, return.",
+            "Which line raises KVCacheExhausted, and what has changed before that line?",
+            "self._map(end) raises it, before it takes a block. Change nothing before that call.",
+            "Order: refuse a batch, end = ..., self._map(end), write, change seq_len, return.",
         ),
         "batch": (
             "k is [1, n_kv, query_len, head_dim]. What if the first size is 2?",
-            "One cache is one sequence, so that is a mistake of the caller. Say so before you "
-            "write anything.",
+            "One cache holds one sequence, so this is a mistake of the caller. Raise before you "
+            "write.",
             'if k.shape[0] != 1: raise ValueError(f"a cache holds one sequence, got a batch of '
             '{k.shape[0]}")',
         ),
@@ -337,6 +359,7 @@ WRITE = Exercise(
         _logical, _neighbours, _oldest, _whole_history, _reshaped, _one_slot, _values_over_keys,
         _into_a_copy, _added, _one_layer, _only_the_new, _newest_first, _slot_mapping,
         _every_layer, _never_moves, _moves_too_early, _not_mapped, _batch_taken,
+        _batch_refused_late,
     ),
 )  # fmt: skip
 

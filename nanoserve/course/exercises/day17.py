@@ -18,7 +18,8 @@ def _used(pool_class: type, poison: bool) -> KVPool:
 
 
 def _nan_slots(pool: KVPool) -> dict:
-    """Which slots hold NaN alone, for keys and values, layer by layer; and which are untouched."""
+    """The slots that hold only NaN, for keys and values, layer by layer; and the unchanged "
+    "slots."""
     return {
         "slots left as they were": [
             slot for slot, row in enumerate(pool.k[0]) if bool((row == 7.0).all())
@@ -36,7 +37,7 @@ def _nan_slots(pool: KVPool) -> dict:
 
 
 def _released(answer: type, tokens: int, poison: bool = True, times: int = 1) -> dict:
-    """A table of `tokens` and a neighbour of 5; the first is released."""
+    """Release a table of `tokens` tokens, beside a neighbour of 5 tokens."""
     pool = _used(answer, poison)
     table, neighbour = BlockTable(pool.allocator), BlockTable(pool.allocator)
     table.grow(tokens)
@@ -61,7 +62,7 @@ def _release_cases() -> list[Case]:
 
 
 def _release(self, table, blocks=None, fill=torch.nan, parts=("k", "v"), layers=slice(None)):
-    """The right answer with one thing changed."""
+    """The right answer with one part changed."""
     size = self.allocator.block_size
     blocks = table.blocks if blocks is None else blocks
     for block in blocks if self._poison else ():
@@ -71,8 +72,8 @@ def _release(self, table, blocks=None, fill=torch.nan, parts=("k", "v"), layers=
 
 
 @wrong(
-    "Nothing is poisoned. Do it where self._poison is set, and before table.free(): a freed table "
-    "has no blocks left to poison."
+    "Nothing is poisoned. If self._poison is set, poison before table.free(): a freed table lists "
+    "no blocks."
 )
 def _too_late(self, table):
     table.free()
@@ -89,14 +90,13 @@ def _first_layer(self, table):
     _release(self, table, layers=slice(1))
 
 
-@wrong("Only the last block is poisoned. Go through all of table.blocks.")
+@wrong("Only the last block is poisoned. Poison all of table.blocks.")
 def _last_block_poisoned(self, table):
     _release(self, table, blocks=table.blocks[-1:])
 
 
 @wrong(
-    "The block's number is taken for a slot's. Block b is the slots b * block_size to "
-    "(b + 1) * block_size."
+    "The block id is used as a slot. Block b is the slots b * block_size to (b + 1) * block_size."
 )
 def _blocks_as_slots(self, table):
     if self._poison and table.blocks:
@@ -105,7 +105,7 @@ def _blocks_as_slots(self, table):
 
 
 @wrong(
-    "Layers are poisoned instead of slots: the first axis of self.k is the layers, the second the "
+    "Layers are poisoned instead of slots. The first axis of self.k counts layers, the second "
     "slots."
 )
 def _wrong_axis(self, table):
@@ -116,14 +116,14 @@ def _wrong_axis(self, table):
     table.free()
 
 
-@wrong("The whole pool is poisoned, and the neighbours' keys with it. Only table.blocks are done.")
+@wrong("The whole pool is poisoned, with the neighbours' keys. Poison only table.blocks.")
 def _everything(self, table):
     if self._poison:
         self.k.fill_(torch.nan), self.v.fill_(torch.nan)
     table.free()
 
 
-@wrong("It poisons even where nobody asked: writing all that NaN costs time. Look at self._poison.")
+@wrong("It poisons in every pool, and that costs time. Poison only if self._poison is set.")
 def _always(self, table):
     size = self.allocator.block_size
     for block in table.blocks:
@@ -133,14 +133,14 @@ def _always(self, table):
 
 
 @wrong(
-    "The slots are filled with zeros. A zero key still takes its share of the softmax, and nobody "
-    "notices; NaN is what spoils every sum."
+    "The slots are filled with zeros. A zero key still takes a share of the softmax, and no test "
+    "finds it. Fill with NaN, which spreads through every sum."
 )
 def _zeros(self, table):
     _release(self, table, fill=0.0)
 
 
-@wrong("The slots are poisoned and the blocks are never given back: table.free() is missing.")
+@wrong("The slots are poisoned, but the blocks are never given back: table.free() is missing.")
 def _leak(self, table):
     blocks, table.blocks = table.blocks, []
     _release(self, table, blocks=blocks)
@@ -148,8 +148,8 @@ def _leak(self, table):
 
 
 @wrong(
-    "The blocks are free and the table still lists them. The next release frees them again, from "
-    "under their new owner: table.free() empties the list."
+    "The blocks are free, but the table still lists them. The next release would free them again, "
+    "when they may have a new owner. table.free() empties the list."
 )
 def _still_listed(self, table):
     blocks = list(table.blocks)
@@ -165,27 +165,26 @@ RELEASE = Exercise(
     _release_cases,
     hints={
         "blocks": (
-            "Two things happen: slots are poisoned, blocks are given back. Which needs the other "
-            "to be still undone?",
+            "release poisons slots and gives blocks back. Which of the two must come first?",
             "table.free() gives back every block and empties the list, so it comes last.",
             "Last line: table.free()",
         ),
         "poison": (
-            "Which slots belong to block b? And which axis of self.k counts slots?",
+            "Which slots belong to block b? Which axis of self.k counts slots?",
             "self.k is [num_layers, num_slots, n_kv, head_dim]. Block b is the slots b * size to "
             "(b + 1) * size, in every layer.",
             "self.k[:, block * size : (block + 1) * size] = torch.nan, and the same for self.v, "
             "for each block in table.blocks.",
         ),
         "plain": (
-            "What should happen to the numbers when the pool was made with poison=False?",
-            "Nothing: they stay as they are, for the next owner to overwrite.",
+            "What must happen to the numbers in a pool with poison=False?",
+            "Nothing. The next owner overwrites them.",
             "for block in table.blocks if self._poison else ():",
         ),
         "twice": (
-            "What does the table know after the first release?",
-            "Nothing, so there is nothing to do the second time. table.free() sees to that: it "
-            "takes each block off the list as it gives it back.",
+            "Which blocks does the table list after the first release?",
+            "None, so the second release has nothing to do. table.free() removes each block from "
+            "the list as it gives it back.",
             "Loop over table.blocks to poison, then table.free(), and no other bookkeeping.",
         ),
     },
@@ -234,7 +233,7 @@ def _poisoned(answer: type) -> dict:
 
 
 def _neighbour(answer: type) -> list:
-    """What a neighbour reads after the other one has left."""
+    """The K and V that a neighbour reads after the other sequence has ended."""
     pool = scattered_pool()
     cache, neighbour = answer(pool), answer(pool)
     step(cache, 5, 0), step(neighbour, 6, 20)
@@ -243,7 +242,7 @@ def _neighbour(answer: type) -> list:
 
 
 def _used_again(answer: type) -> list:
-    """The same cache takes another text, and then a third while a newcomer sits in its blocks."""
+    """The same cache takes another text, while a new sequence owns its old blocks."""
     pool = scattered_pool()
     cache, newcomer = answer(pool), answer(pool)
     step(cache, 9, 0)
@@ -264,15 +263,15 @@ def _free_cases() -> list[Case]:
     ]
 
 
-@wrong("The blocks are gone and seq_len still counts their tokens. Set it to 0.")
+@wrong("The blocks are given back, but seq_len still counts their tokens. Set it to 0.")
 def _keeps_the_length(self):
     self.pool.release(self.table)
     self._mapped = 0
 
 
 @wrong(
-    "The old slot mapping is still believed: self._mapped says that those positions have slots, so "
-    "the next text is written into blocks that belong to somebody else. Set it to 0."
+    "self._mapped still counts the old positions, so _map takes no blocks for the next text, and "
+    "the text is written into another sequence's blocks. Set self._mapped to 0."
 )
 def _keeps_the_mapping(self):
     self.pool.release(self.table)
@@ -280,8 +279,8 @@ def _keeps_the_mapping(self):
 
 
 @wrong(
-    "The blocks go back without the pool being asked, so their slots are not poisoned. Let "
-    "self.pool.release(self.table) do both."
+    "The blocks are freed directly, so their slots are not poisoned. Call "
+    "self.pool.release(self.table), which does both."
 )
 def _past_the_pool(self):
     self.table.free()
@@ -289,8 +288,8 @@ def _past_the_pool(self):
 
 
 @wrong(
-    "A new table is put in the old one's place, and its blocks are never given back: nobody owns "
-    "them now and nobody can free them."
+    "A new table replaces the old one, and the old one's blocks are never given back. No table "
+    "lists them, so they can never be freed."
 )
 def _new_table(self):
     self.table = BlockTable(self.pool.allocator)
@@ -321,8 +320,8 @@ def _only_forgets(self):
 
 
 @wrong(
-    "A second call is an error. Whoever cleans up after a failure cannot know whether somebody did "
-    "it before, so it may be called twice."
+    "A second call raises an error. It must change nothing: code that cleans up after a failure "
+    "cannot know whether the cache was freed before."
 )
 def _once_only(self):
     if not self.table.blocks:
@@ -332,8 +331,8 @@ def _once_only(self):
 
 
 @wrong(
-    "The blocks are freed and the table still lists them: a second call frees them again, from "
-    "under whoever has them by then."
+    "The blocks are freed, but the table still lists them. A second call would free them again, "
+    "when they may have a new owner."
 )
 def _double_free(self):
     for block in self.table.blocks:
@@ -342,8 +341,8 @@ def _double_free(self):
 
 
 @wrong(
-    "The pool gets a new allocator, in which every block is free: the neighbours' too, who are "
-    "still using theirs."
+    "The pool gets a new allocator, in which every block is free, also the blocks that other "
+    "sequences still use."
 )
 def _new_allocator(self):
     old = self.pool.allocator
@@ -352,7 +351,7 @@ def _new_allocator(self):
     self.seq_len = self._mapped = 0
 
 
-@wrong("The whole pool is wiped, with the keys of the neighbours who are still writing.")
+@wrong("The whole pool is cleared, with the keys of sequences that still run.")
 def _wipes_all(self):
     self.pool.k.zero_(), self.pool.v.zero_()
     self.pool.release(self.table)
@@ -364,13 +363,13 @@ FREE = Exercise(
     _free_cases,
     hints={
         "blocks": (
-            "What does this cache own, and who hands it out?",
-            "It owns self.table's blocks, no more and no less, and they belong to self.pool.",
+            "Which blocks does this cache own, and which object gave them out?",
+            "It owns the blocks of self.table, and they come from self.pool.",
             "self.pool.release(self.table)",
         ),
         "twice": (
-            "What is left to do the second time?",
-            "Nothing, and nothing is an answer: releasing an empty table does no harm.",
+            "What is left to do in the second call?",
+            "Nothing. Releasing an empty table changes nothing.",
             "No `if` and no `raise` is needed: self.pool.release(self.table) can be repeated.",
         ),
         "owned": (
@@ -381,15 +380,15 @@ FREE = Exercise(
             "No test of seq_len: self.pool.release(self.table) in every case.",
         ),
         "poison": (
-            "Who poisons the slots that are given back?",
-            "KVPool.release does, which you have just written. self.table.free() goes past it.",
+            "Which function poisons the slots of blocks that are given back?",
+            "KVPool.release, which you have just written. self.table.free() alone does not.",
             "self.pool.release(self.table)",
         ),
         "forget": (
-            "A cache remembers three things: its table, its length, and how many positions have a "
-            "slot. What does each say after the blocks are gone?",
-            "_map looks at self._mapped to see what is new. If that still says 9, the next text "
-            "takes no blocks at all.",
+            "A cache stores its table, its length, and the number of positions that have a slot. "
+            "What must each be after the blocks are given back?",
+            "_map takes blocks for the positions beyond self._mapped. If that is still 9, the next "
+            "text takes no blocks.",
             "self.seq_len = self._mapped = 0",
         ),
     },
@@ -405,21 +404,21 @@ EXERCISES = (RELEASE, FREE)
 
 REVIEW = (
     (
-        "Day 14. A sequence of 33 tokens in blocks of 16: how many slots does it waste, and what "
-        "is the most that any sequence can?",
-        "Three blocks are 48 slots, so 15, which is also the most: a new block is taken only when "
-        "the last one is full.",
+        "Day 14. A sequence of 33 tokens has blocks of 16. How many slots stay empty, and how many "
+        "can it be at most?",
+        "Three blocks are 48 slots, so 15 are empty. That is also the most: a sequence takes a new "
+        "block only when the last one is full.",
     ),
     (
-        "Day 14. Four tokens are wanted, and the allocator runs out after two blocks of three. "
-        "Why must it give both back, or better, never have taken them?",
-        "Because the caller gets an error and no list: two blocks would be owned by nobody who "
-        "knows it. Counting first makes half an allocation impossible.",
+        "Day 14. A request needs three blocks, and two are free. Why must the allocator take "
+        "neither?",
+        "The caller gets an error and no list, so it could never give the two blocks back. "
+        "Counting first makes half an allocation impossible.",
     ),
     (
         "Day 14. Freeing a block twice is refused. What would happen if it were not?",
-        "It would stand on the free list twice, two sequences would get it, and each would write "
-        "over the other's keys. Nothing would crash.",
+        "It would be in the free list twice, two sequences would get it, and each would overwrite "
+        "the other's keys. Nothing would crash.",
     ),
     (
         "Day 15. Blocks of 16, the table is [7, 2, 11]. In which slot lies position 37?",
@@ -428,22 +427,22 @@ REVIEW = (
     (
         "Day 16. Why must paged and contiguous logits be equal, and not only close?",
         "Scatter and gather move numbers and compute none, so attention gets the same numbers in "
-        "the same order. Any difference at all is a wrong slot.",
+        "the same order. Any difference means a wrong slot.",
     ),
     (
         "Day 16. What does `pool.k[layer][slots] = rows` do that "
         "`pool.k[layer][slots].copy_(rows)` does not?",
-        "It writes into the pool. Reading with a tensor of indices makes a copy, and copy_ fills "
-        "that copy and forgets it.",
+        "It writes into the pool. Indexing with a tensor makes a copy, and copy_ writes into that "
+        "copy only.",
     ),
     (
-        "Day 17. Why NaN and not zero for what is freed?",
-        "A zero key gets a score of 0, and so a share of the softmax: the answer is off, "
-        "and finite. NaN spoils every sum it enters, so one stale read spoils the logits.",
+        "Day 17. Why does poison use NaN and not zero?",
+        "A zero key gets a score of 0, and so a share of the softmax: the result is wrong and "
+        "finite. NaN spreads through every sum, so one stale read makes the logits NaN.",
     ),
     (
         "Day 17. Which mistake does poison not show?",
-        "A stale write: a cache that believes its old mapping overwrites the new owner's keys "
-        "with good numbers. Ownership, checked after every step, is what catches that.",
+        "A stale write: a cache that keeps its old mapping overwrites the new owner's keys with "
+        "plausible numbers. The check of ownership after every step finds it.",
     ),
 )

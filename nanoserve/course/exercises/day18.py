@@ -17,7 +17,7 @@ def slots_of(blocks: list[int], kv_len: int) -> torch.Tensor:
 def a_case(
     query_len: int, slots: torch.Tensor, n_q: int = N_Q, n_kv: int = N_KV, poison: bool = False
 ) -> tuple:
-    """(q, k_pool, v_pool, slot_mapping, n_rep), at random; NaN outside the history on request."""
+    """(q, k_pool, v_pool, slot_mapping, n_rep), at random; with poison, NaN in all other slots."""
     random = torch.Generator().manual_seed(18 + len(slots))
     q = torch.randn(1, n_q, query_len, HEAD_DIM, generator=random)
     k_pool, v_pool = torch.randn(2, NUM_SLOTS, n_kv, HEAD_DIM, generator=random)
@@ -67,7 +67,7 @@ def _right(
 
 
 @wrong(
-    "It reads the pool from slot 0 on and never looks at the mapping. Those slots belong to others."
+    "It reads the pool from slot 0 on and ignores the mapping. Those slots are not this sequence's."
 )
 def _first_slots(q, k_pool, v_pool, slots, n_rep, scale=None):
     def gather(pool):
@@ -77,8 +77,8 @@ def _first_slots(q, k_pool, v_pool, slots, n_rep, scale=None):
 
 
 @wrong(
-    "It takes the history for one run of slots behind the first one. Only the slots of a block lie "
-    "side by side; the next block may be anywhere."
+    "It reads one run of slots behind the first slot. Only the slots of a block lie side by side; "
+    "the next block may lie anywhere."
 )
 def _one_run(q, k_pool, v_pool, slots, n_rep, scale=None):
     def gather(pool):
@@ -88,29 +88,29 @@ def _one_run(q, k_pool, v_pool, slots, n_rep, scale=None):
 
 
 @wrong(
-    "The slots are read in the order of the pool, as a True-or-False mask over it would. The "
-    "mapping's order is the order of the text: oldest first."
+    "The slots are read in the order of the pool, as with a boolean mask. The mapping has the "
+    "order of the text: oldest first."
 )
 def _sorted_slots(q, k_pool, v_pool, slots, n_rep, scale=None):
     return _right(q, k_pool, v_pool, slots.sort().values, n_rep, scale)
 
 
-@wrong("The history is read newest first. The mapping is oldest first, and so is what sdpa wants.")
+@wrong("The slots are read newest first. The mapping is oldest first, and sdpa needs that order.")
 def _newest_first(q, k_pool, v_pool, slots, n_rep, scale=None):
     return _right(q, k_pool, v_pool, slots.flip(0), n_rep, scale)
 
 
 @wrong(
-    "The mapping's numbers are taken for block ids and multiplied again. They are slots already: "
-    "block * block_size + offset, ready to index the pool."
+    "The entries of the mapping are treated as block ids and multiplied again. They are slots "
+    "already: block * block_size + offset, an index into the pool."
 )
 def _blocks_as_slots(q, k_pool, v_pool, slots, n_rep, scale=None):
     return _right(q, k_pool, v_pool, slots * BLOCK % len(k_pool), n_rep, scale)
 
 
 @wrong(
-    "A stale slot is read: whole blocks are taken, with what a former owner left behind the last "
-    "token. The history ends where the mapping ends."
+    "It reads a stale slot: whole blocks, with an earlier owner's keys behind the last token. The "
+    "text ends where the mapping ends."
 )
 def _stale_block(q, k_pool, v_pool, slots, n_rep, scale=None):
     behind = torch.arange(1, 1 + (-len(slots) % BLOCK or BLOCK))
@@ -119,8 +119,8 @@ def _stale_block(q, k_pool, v_pool, slots, n_rep, scale=None):
 
 
 @wrong(
-    "The transpose is forgotten: pool[slots] is [kv_len, n_kv, head_dim], and a view of another "
-    "shape mixes tokens with heads. Swap the two axes."
+    "The transpose is missing: pool[slots] is [kv_len, n_kv, head_dim], and a reshape mixes tokens "
+    "with heads. Swap the two axes."
 )
 def _no_transpose(q, k_pool, v_pool, slots, n_rep, scale=None):
     def gather(pool):
@@ -130,7 +130,7 @@ def _no_transpose(q, k_pool, v_pool, slots, n_rep, scale=None):
 
 
 @wrong(
-    "The causal band is shifted by one: each query sees the token after its own. Query i sees "
+    "The causal mask is shifted by one: each query sees the token after its own. Query i sees "
     "positions 0 to kv_len - query_len + i."
 )
 def _band_ahead(q, k_pool, v_pool, slots, n_rep, scale=None):
@@ -138,8 +138,8 @@ def _band_ahead(q, k_pool, v_pool, slots, n_rep, scale=None):
 
 
 @wrong(
-    "The causal band begins at the top left, as if the queries were the first positions. They are "
-    "the last query_len: query 0 stands at kv_len - query_len."
+    "The causal mask begins at the top left, as if the queries were the first positions. They are "
+    "the last query_len positions: query 0 has position kv_len - query_len."
 )
 def _top_left(q, k_pool, v_pool, slots, n_rep, scale=None):
     return _right(q, k_pool, v_pool, slots, n_rep, scale, band=q.shape[2] - len(slots))
@@ -151,8 +151,8 @@ def _no_mask(q, k_pool, v_pool, slots, n_rep, scale=None):
 
 
 @wrong(
-    "n_rep is used the wrong way round: query head h reads KV head h % n_kv. Neighbours share: it "
-    "is h // n_rep."
+    "Query head h reads KV head h % n_kv. Neighbouring query heads share a KV head: it is "
+    "h // n_rep."
 )
 def _modulo(q, k_pool, v_pool, slots, n_rep, scale=None):
     def heads(n_q, n_kv):
@@ -161,50 +161,50 @@ def _modulo(q, k_pool, v_pool, slots, n_rep, scale=None):
     return _right(q, k_pool, v_pool, slots, n_rep, scale, heads=heads)
 
 
-@wrong("The scale that is handed in is ignored. head_dim ** -0.5 is only the default.")
+@wrong("The argument scale is ignored. head_dim ** -0.5 is only its default.")
 def _scale_ignored(q, k_pool, v_pool, slots, n_rep, scale=None):
     return _right(q, k_pool, v_pool, slots, n_rep)
 
 
-@wrong("Scores are scaled twice when a scale is handed in: it replaces head_dim ** -0.5.")
+@wrong("With a scale given, the scores are scaled twice. The scale replaces head_dim ** -0.5.")
 def _scale_twice(q, k_pool, v_pool, slots, n_rep, scale=None):
     usual = q.shape[-1] ** -0.5
     return _right(q, k_pool, v_pool, slots, n_rep, usual if scale is None else scale * usual)
 
 
-@wrong("The values are gathered from k_pool. Keys are for scores; what is mixed are the values.")
+@wrong("The values are gathered from k_pool. Keys give the scores; gather the values from v_pool.")
 def _keys_as_values(q, k_pool, v_pool, slots, n_rep, scale=None):
     return _right(q, k_pool, k_pool, slots, n_rep, scale)
 
 
 @wrong(
-    "The right numbers, laid out as [1, query_len, n_q, head_dim]. Heads come first: "
+    "The numbers are right, but the shape is [1, query_len, n_q, head_dim]. Heads come first: "
     "[1, n_q, query_len, head_dim]."
 )
 def _heads_last(q, k_pool, v_pool, slots, n_rep, scale=None):
     return _right(q, k_pool, v_pool, slots, n_rep, scale).transpose(1, 2)
 
 
-@wrong("The axis of the one sequence is missing: give back [1, n_q, query_len, head_dim].")
+@wrong("The axis of the one sequence is missing: return [1, n_q, query_len, head_dim].")
 def _no_batch(q, k_pool, v_pool, slots, n_rep, scale=None):
     return _right(q, k_pool, v_pool, slots, n_rep, scale)[0]
 
 
 @wrong(
-    "An n_rep that does not fit the heads is accepted in silence. Raise ValueError and name it: a "
-    "kernel would read the wrong KV heads with it."
+    "An n_rep that does not fit the heads is accepted. Raise ValueError and name n_rep: a kernel "
+    "would read the wrong KV heads with it."
 )
 def _not_refused(q, k_pool, v_pool, slots, n_rep, scale=None):
     return _right(q, k_pool, v_pool, slots, n_rep, scale, refuse=False)
 
 
 def contiguous(pool: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """The history copied out token by token: [num_slots, n_kv, d] -> [1, n_kv, kv_len, d]."""
+    """Keys or values copied out token by token: [num_slots, n_kv, d] -> [1, n_kv, kv_len, d]."""
     return torch.stack([pool[int(slot)] for slot in slots], dim=1)[None].contiguous()
 
 
 def by_contiguous(q, k_pool, v_pool, slots, n_rep, scale=None) -> torch.Tensor:
-    """What the oracle must equal: sdpa over keys and values that lie side by side."""
+    """The result that the oracle must equal: sdpa over contiguous keys and values."""
     return sdpa(q, contiguous(k_pool, slots), contiguous(v_pool, slots), scale)
 
 
@@ -215,29 +215,29 @@ REFERENCE = Exercise(
         "gather": (
             "Which rows of the pool are this sequence's, and in which order?",
             "Index the pool with the mapping: pool[slot_mapping] is [kv_len, n_kv, head_dim], "
-            "oldest first. sdpa wants heads before tokens, and a batch axis in front.",
+            "oldest first. sdpa needs heads before tokens, and a batch axis in front.",
             "k = k_pool[slot_mapping].transpose(0, 1).contiguous()[None], the same for v, then "
             "return sdpa(q, k, v, scale)",
         ),
         "band": (
-            "Does each query see exactly what came before it, and itself?",
-            "The queries are the last query_len of kv_len positions. sdpa has this mask inside: it "
-            "needs q with query_len and k, v with kv_len tokens, and nothing from you.",
+            "Does each query see exactly the tokens before it, and itself?",
+            "The queries are the last query_len of kv_len positions. sdpa applies this mask "
+            "itself: it needs q with query_len tokens and k, v with kv_len tokens.",
             "return sdpa(q, k, v, scale), with k and v [1, n_kv, kv_len, head_dim]",
         ),
         "heads": (
             "Which KV head does query head h read?",
-            "h // n_rep: neighbours share. sdpa sorts the queries by a view; do not repeat or "
+            "h // n_rep: neighbours share. sdpa groups the query heads by a view; do not repeat or "
             "reorder the KV heads.",
-            "Hand sdpa k and v with their n_kv heads, as they come out of the pool.",
+            "Pass k and v to sdpa with their n_kv heads, as they come out of the pool.",
         ),
         "scale": (
-            "What becomes of the last argument?",
-            "sdpa takes a scale too, and has the same default for None.",
+            "Is the last argument used?",
+            "sdpa takes a scale too, with the same default for None.",
             "return sdpa(q, k, v, scale)",
         ),
         "refuse": (
-            "n_q, n_kv and n_rep say the same thing twice. What if they disagree?",
+            "n_rep follows from n_q and n_kv. What if the three numbers disagree?",
             "q.shape[1] query heads must be k_pool.shape[1] KV heads times n_rep. Check it before "
             "you gather, and raise ValueError.",
             'if n_q != n_kv * n_rep: raise ValueError(f"n_rep {n_rep} does not fit {n_q} query '

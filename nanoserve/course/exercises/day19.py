@@ -1,5 +1,7 @@
 """Day 19: the branch in attention that lets a cache attend by itself."""
 
+from dataclasses import replace
+
 import torch
 
 from nanoserve.cache import KVPool, NaiveKVCache, PagedKVCache
@@ -11,7 +13,7 @@ SEQ = 7
 
 
 class Spy:
-    """A cache that only listens: it notes how it is asked, and answers with a pattern."""
+    """A cache that records how it is called, and returns a pattern."""
 
     def __init__(self) -> None:
         self.seq_len = 0
@@ -35,8 +37,25 @@ def _input(seq: int = SEQ) -> tuple:
     return x, random_layer(), *rope_tables(CONFIG, seq)
 
 
-def _none(answer, index: int = 0) -> torch.Tensor:
-    return answer(*_input(), CONFIG, None, index)
+def _none(answer) -> torch.Tensor:
+    return answer(*_input(), CONFIG)
+
+
+def _qwen3(answer) -> torch.Tensor:
+    """A layer with q_norm and k_norm, and no cache."""
+    x, layer, cos, sin = _input()
+    config = replace(CONFIG, qk_norm=True)
+    for number, name in enumerate(("q_norm", "k_norm")):
+        random = torch.Generator().manual_seed(190 + number)
+        norm = 1 + torch.rand(config.head_dim, generator=random)
+        layer[f"self_attn.{name}.weight"] = norm
+    return answer(x, layer, cos, sin, config)
+
+
+def _index_left_out(answer) -> list:
+    spy = Spy()
+    answer(*_input(), CONFIG, spy)
+    return [call.get("paged_attention") for call in spy.calls]
 
 
 def _in_steps(answer, cache, steps: list[int]) -> list:
@@ -56,7 +75,7 @@ def _naive(answer, steps: list[int]) -> list:
 
 
 class Counting(PagedKVCache):
-    """The paged cache, with a count of how often it was asked to attend."""
+    """The paged cache, with a count of the calls of paged_attention."""
 
     asked = 0
 
@@ -94,10 +113,12 @@ def _cases() -> list[Case]:
 
     return [
         case("no cache", "none", _none),
+        case("no cache, in a model with q_norm and k_norm", "norms", _qwen3),
         case("a contiguous cache: 5 tokens, then 1, then 1", "naive", _naive, [5, 1, 1]),
-        case("a spy: how often is layer 2 asked, and for what?", "ask", _calls, 2),
-        case("a spy: what layer 1 is handed", "hand", _handed_over),
-        case("a spy: its answer goes to o_proj and nowhere else", "back", _handed_back),
+        case("a spy: the calls that layer 2 makes", "ask", _calls, 2),
+        case("a spy: the layer, if index is left out", "hand", _index_left_out),
+        case("a spy: the arguments of layer 1", "hand", _handed_over),
+        case("a spy: its result goes to o_proj unchanged", "back", _handed_back),
         case("a paged cache: 6 tokens at once", "ask", _paged, [6]),
         case("a paged cache: 5 tokens, then 1, then 3", "ask", _paged, [5, 1, 3]),
     ]
@@ -138,15 +159,15 @@ def _asked(cache) -> bool:
 
 
 @_wrong(
-    "A cache that can attend is never asked to: its history is gathered by append, as on Day 11. "
-    "Ask cache.paged_attention where there is one."
+    "paged_attention is never called: the keys and values are gathered by append, as on Day 11. "
+    "Call cache.paged_attention if the cache has it."
 )
 def _never_asks(q, k, v, config, cache, index):
     return _other(q, k, v, cache, index)
 
 
 @_wrong(
-    "The class is looked at, so only a PagedKVCache is asked. Whatever has a paged_attention can "
+    "It tests the class, so only a PagedKVCache attends. Any cache with a paged_attention can "
     "attend: use hasattr."
 )
 def _by_class(q, k, v, config, cache, index):
@@ -166,21 +187,23 @@ def _writes_twice(q, k, v, config, cache, index):
     return _other(q, k, v, cache, index)
 
 
-@_wrong("Every cache is asked to attend by itself. NaiveKVCache cannot: it still has only append.")
+@_wrong(
+    "paged_attention is called on every cache. NaiveKVCache does not have it: use append there."
+)
 def _asks_everybody(q, k, v, config, cache, index):
     if cache is not None:
         return cache.paged_attention(index, k, v, q, config.n_rep)
     return sdpa(q, k, v)
 
 
-@_wrong("There is no way left without a cache: where cache is None, it is sdpa(q, k, v).")
+@_wrong("The branch for no cache is missing: if cache is None, call sdpa(q, k, v).")
 def _none_forgotten(q, k, v, config, cache, index):
     if _asked(cache):
         return cache.paged_attention(index, k, v, q, config.n_rep)
     return sdpa(q, *cache.append(index, k, v))
 
 
-@_wrong("Every layer asks for layer 0. Hand over `index`: each layer has its own keys and values.")
+@_wrong("Every layer passes layer 0. Pass `index`: each layer has its own keys and values.")
 def _layer_zero(q, k, v, config, cache, index):
     if _asked(cache):
         return cache.paged_attention(0, k, v, q, config.n_rep)
@@ -188,8 +211,8 @@ def _layer_zero(q, k, v, config, cache, index):
 
 
 @_wrong(
-    "n_q is handed over as n_rep. It is how many query heads share one KV head: config.n_rep, "
-    "which is n_q // n_kv."
+    "n_q is passed as n_rep. n_rep is the number of query heads that share one KV head: "
+    "config.n_rep, which is n_q // n_kv."
 )
 def _n_q(q, k, v, config, cache, index):
     if _asked(cache):
@@ -197,7 +220,7 @@ def _n_q(q, k, v, config, cache, index):
     return _other(q, k, v, cache, index)
 
 
-@_wrong("n_kv is handed over as n_rep. It is n_q // n_kv: config.n_rep.")
+@_wrong("n_kv is passed as n_rep. n_rep is n_q // n_kv: config.n_rep.")
 def _n_kv(q, k, v, config, cache, index):
     if _asked(cache):
         return cache.paged_attention(index, k, v, q, config.n_kv)
@@ -212,7 +235,7 @@ def _swapped(q, k, v, config, cache, index):
 
 
 @_wrong(
-    "q comes first here. The order is layer, k, v, q, n_rep: first what is written, then who asks."
+    "q comes first here. The order is layer, k, v, q, n_rep: the new keys and values come first."
 )
 def _q_first(q, k, v, config, cache, index):
     if _asked(cache):
@@ -221,8 +244,8 @@ def _q_first(q, k, v, config, cache, index):
 
 
 @_wrong(
-    "q is multiplied by the scale before it is handed over, and the read scales again. It has the "
-    "default already."
+    "q is multiplied by the scale before the call, and paged_attention scales again. Leave the "
+    "scale to its default."
 )
 def _scaled_before(q, k, v, config, cache, index):
     if _asked(cache):
@@ -231,8 +254,8 @@ def _scaled_before(q, k, v, config, cache, index):
 
 
 @_wrong(
-    "The cache is asked, and its answer is thrown away for an sdpa over this step's keys alone. "
-    "What it gives back is the output of attention."
+    "The result of paged_attention is thrown away, and sdpa runs over this step's keys alone. The "
+    "result is the output of attention: use it."
 )
 def _thrown_away(q, k, v, config, cache, index):
     if _asked(cache):
@@ -241,7 +264,7 @@ def _thrown_away(q, k, v, config, cache, index):
     return _other(q, k, v, cache, index)
 
 
-@_wrong("The answer is attended once more. It is the output of attention already, not a query.")
+@_wrong("sdpa runs over the result again. The result is the output of attention, not a query.")
 def _attends_again(q, k, v, config, cache, index):
     if _asked(cache):
         return sdpa(cache.paged_attention(index, k, v, q, config.n_rep), k, v)
@@ -257,13 +280,19 @@ GQA_ATTENTION = Exercise(
             "Without a cache the new keys are all the keys there are.",
             "if cache is None: out = sdpa(q, k, v)",
         ),
+        "norms": (
+            "Qwen3 normalises each head of q and k. Is that part of the given code unchanged?",
+            "q_norm and k_norm run before RoPE, each on its own heads, and v is not normalised.",
+            "Leave the lines above your own as they are: your part begins after apply_rope.",
+        ),
         "naive": (
             "NaiveKVCache has append and no paged_attention. What did Day 11 do with it?",
-            "append takes this step's k and v, and gives the whole history back: sdpa over those.",
+            "append takes this step's k and v, and returns those of all tokens so far: sdpa over "
+            "them.",
             "else: out = sdpa(q, *cache.append(index, k, v))",
         ),
         "ask": (
-            "How do you find out whether a cache can attend by itself, without knowing its class?",
+            "How do you test for a method without naming the class?",
             'hasattr(cache, "paged_attention"). Call that once and nothing else; it writes k, v '
             "too.",
             'elif hasattr(cache, "paged_attention"): '
@@ -271,12 +300,12 @@ GQA_ATTENTION = Exercise(
         ),
         "hand": (
             "Compare your call with the signature: layer, k, v, q, n_rep.",
-            "The layer is `index`; k and q are turned by RoPE, v is not; n_rep is config.n_rep. "
+            "The layer is `index`; RoPE rotates k and q, not v; n_rep is config.n_rep. "
             "The scale is left to its default.",
             "cache.paged_attention(index, k, v, q, config.n_rep)",
         ),
         "back": (
-            "What does paged_attention give back, and what comes after attention?",
+            "What does paged_attention return, and what comes after attention?",
             "[1, n_q, query_len, head_dim], as sdpa does. The last line of the function takes it.",
             "out = cache.paged_attention(...), and leave the last line as it is.",
         ),

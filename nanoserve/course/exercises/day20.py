@@ -1,4 +1,4 @@
-"""Day 20: the bytes that a read moves. Closes week 5."""
+"""Day 20: the bytes that attention moves for K and V. Closes week 5."""
 
 from dataclasses import replace
 
@@ -18,28 +18,28 @@ def bytes_of_a_read(config: ModelConfig, kv_len: int, dtype: torch.dtype, gather
     return 5 * once if gathered else once  # read, write; read, write; read
 
 
-@wrong("The way makes no difference here: gathering copies the history twice, then reads the copy.")
+@wrong("The argument gathered is ignored. Gathering copies K and V twice, then reads the copy.")
 def _copy_forgotten(config, kv_len, dtype, gathered):
     return bytes_of_a_read(config, kv_len, dtype, False)
 
 
 @wrong(
-    "Two copies are counted, a read and a write each. Attention then has to read the last one as "
-    "well, which makes five."
+    "Two copies are counted, a read and a write each. Attention also reads the last copy: that "
+    "makes five."
 )
 def _copy_not_read(config, kv_len, dtype, gathered):
     return (4 if gathered else 1) * bytes_of_a_read(config, kv_len, dtype, False)
 
 
 @wrong(
-    "One copy is counted. There are two: the slots by token, and those turned to lie by head. Each "
-    "is a read and a write."
+    "One copy is counted. There are two: the slots in order of the text, and then head by head. "
+    "Each copy is a read and a write."
 )
 def _one_copy(config, kv_len, dtype, gathered):
     return (3 if gathered else 1) * bytes_of_a_read(config, kv_len, dtype, False)
 
 
-@wrong("Both ways are counted as a copy. Read in place, the history moves once.")
+@wrong("Both variants are counted as copies. In place, K and V move once.")
 def _always_copied(config, kv_len, dtype, gathered):
     return bytes_of_a_read(config, kv_len, dtype, True)
 
@@ -49,17 +49,17 @@ def _keys_only(config, kv_len, dtype, gathered):
     return bytes_of_a_read(config, kv_len, dtype, gathered) // 2
 
 
-@wrong("The history is counted for n_q heads. Keys and values have n_kv: the heads share them.")
+@wrong("n_q heads are counted. Keys and values have n_kv heads: the query heads share them.")
 def _query_heads(config, kv_len, dtype, gathered):
     return bytes_of_a_read(config, kv_len, dtype, gathered) * config.n_rep
 
 
-@wrong("hidden_size is the width of the stream. A key is n_kv heads of head_dim numbers.")
+@wrong("hidden_size is the width of the residual stream. A key is n_kv * head_dim numbers.")
 def _hidden_size(config, kv_len, dtype, gathered):
     return (5 if gathered else 1) * 2 * kv_len * config.hidden_size * dtype.itemsize
 
 
-@wrong("All layers are counted. The benchmark times the read of one.")
+@wrong("All layers are counted. The benchmark times one layer.")
 def _all_layers(config, kv_len, dtype, gathered):
     return bytes_of_a_read(config, kv_len, dtype, gathered) * config.num_layers
 
@@ -75,8 +75,8 @@ def _four_bytes(config, kv_len, dtype, gathered):
 
 
 @wrong(
-    "Whole blocks are counted. The mapping names slots, one for each token: the empty end of the "
-    "last block is not read."
+    "Whole blocks are counted. The mapping has one slot for each token: the empty end of the last "
+    "block is not read."
 )
 def _whole_blocks(config, kv_len, dtype, gathered):
     return bytes_of_a_read(config, -(-kv_len // 16) * 16, dtype, gathered)
@@ -97,17 +97,17 @@ BYTES_OF_A_READ = Exercise(
     _cases,
     hints={
         "once": (
-            "What does one layer remember of one token?",
-            "A key and a value, each n_kv heads of head_dim numbers. For every token of the "
-            "history, and nothing for the empty end of its last block.",
+            "What does one layer store for one token?",
+            "A key and a value, each n_kv heads of head_dim numbers, for each of kv_len tokens. "
+            "The empty end of the last block does not count.",
             "2 * kv_len * config.n_kv * config.head_dim * dtype.itemsize",
         ),
         "copy": (
-            "Follow one key from the pool to the score: how often does it move, if it is copied "
-            "on the way?",
-            "It is read from the pool and written by token, read and written again by head, and "
-            "read by attention.",
-            "5 times the bytes of a read in place.",
+            "Follow one key from the pool to its score. How often is it read or written, if it is "
+            "copied on the way?",
+            "The first copy reads and writes it, token by token. The second copy reads and writes "
+            "it, head by head. Attention reads it.",
+            "5 times the bytes of the variant in place.",
         ),
         "dtype": (
             "How many bytes is one number?",
@@ -127,44 +127,44 @@ EXERCISES = (BYTES_OF_A_READ,)
 REVIEW = (
     (
         "Day 18. The reference is slow and stays slow. Why is it worth having?",
-        "It is plain enough to be believed. A kernel that is wrong gives plausible numbers; only "
-        "something independent can tell.",
+        "It is plain enough to believe. A wrong kernel gives plausible numbers; only a comparison "
+        "with independent code finds them.",
     ),
     (
         "Day 18. The mapping holds slots 112, 113, 32. What is the block size of the pool?",
-        "It cannot be told, and the read need not know: a slot is ready to be an index. Only the "
-        "table, which made the mapping, knows of blocks.",
+        "The mapping does not contain it, and attention does not need it: a slot is an index into "
+        "the pool. Only the block table, which made the mapping, uses blocks.",
     ),
     (
         "Day 18. Why may a kernel differ from the oracle at all, and why both by ATOL and by RTOL?",
         "It adds in another order, and rounding depends on the order. RTOL allows for the digits "
-        "that a value of any size loses; ATOL for values near 0, left where large ones cancel.",
+        "that a value of any size loses, ATOL for values near 0, where large terms cancel.",
     ),
     (
         "Day 18. A kernel loses one key of 4,000. What does a test in bfloat16 say?",
-        "Probably nothing: one key of thousands weighs less than bfloat16's rounding. Such faults "
-        "are hunted in float32, on short histories, with poison.",
+        "It probably passes: one key of thousands changes the result less than bfloat16's "
+        "rounding. Tests look for such faults in float32, with few tokens and with poison.",
     ),
     (
-        "Day 19. Why does attention ask hasattr and not isinstance?",
-        "What matters is what the cache can do. A class that attention has never heard of, a spy "
-        "or a cache with another kind of memory, then needs no branch of its own.",
+        "Day 19. Why does attention use hasattr and not isinstance?",
+        "Attention needs the method, not a class. A spy, or a cache with another kind of memory, "
+        "then needs no branch of its own.",
     ),
     (
         "Day 19. The logits of the paged model are equal to the last bit. Which fault of the "
         "plumbing would they not show, and what does?",
-        "One that costs only time, such as reading everything twice. A spy, which counts the calls "
-        "and looks at what they were handed.",
+        "A fault that only costs time, such as a second call. A spy shows it: it counts the calls "
+        "and records their arguments.",
     ),
     (
-        "Day 20. Gather and fused take the same time. Is the fused read useless?",
-        "Its sum is the same today, gather included. What is new is the place: the caller no "
-        "longer sees the history, so a kernel can read it where it lies.",
+        "Day 20. Gather and fused do the same work today. Is the fused method useless?",
+        "No. The interface is new: the caller no longer gets K and V, so a kernel can read them in "
+        "place.",
     ),
     (
-        "Day 20. Both paths read at a sixth to a seventh of the roof, at best, on the machine "
-        "where it was recorded. How much of the gap is the copying?",
-        "It moves the history five times instead of once, so a factor of 5 at most. The rest is "
-        "arithmetic, many small operations, and scattered rows.",
+        "Day 20. Both variants stay below the peak bandwidth. How much of the gap can the copies "
+        "explain?",
+        "A factor of 5 at most: K and V move five times instead of once. The rest is arithmetic, "
+        "many small operations, and scattered rows.",
     ),
 )

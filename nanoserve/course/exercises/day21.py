@@ -653,7 +653,9 @@ def _launch_grid(fault: str = "none") -> widgets.FigureWidget:
     return widgets.figure_widget(
         _draw_grid,
         tile=widgets.choice([2, 4, 8], 4),
-        program=widgets.slider(0, 5, 2, label="program_id(0)"),
+        program=widgets.slider(
+            0, lambda values: -(-SEQ // values["tile"]) - 1, 2, label="program_id(0)"
+        ),
         head=widgets.slider(0, HEADS - 1, int(fault == "none"), label="program_id(1)"),
         fault=widgets.choice(list(FAULTS), fault, label="planted"),
     )

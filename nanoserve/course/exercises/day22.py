@@ -747,7 +747,9 @@ def _stepper(tiles: int = 2, tile: int = 4, scores: str = "as they come"):
     """Tiles folded one after another; dashed, the softmax of all scores at once."""
     return widgets.figure_widget(
         _draw_stepper,
-        tiles=widgets.slider(0, 12, tiles, label="tiles folded"),
+        tiles=widgets.slider(
+            0, lambda v: -(-len(VALUES) // v["tile"]), tiles, label="tiles folded"
+        ),
         tile=widgets.choice([1, 2, 3, 4, 6], tile, label="keys in a tile"),
         scores=widgets.choice(list(SCORES), scores),
     )

@@ -7,18 +7,25 @@
     with tlsim.options(order="serial"): ...            # one at a time, in a shuffled order
     with tlsim.trace() as accesses: ...                # what was loaded and stored, and from where
 
-`tlsim` stands where a kernel has `triton`, `tlsim.language` where it has `triton.language`. Values
-and dtypes are Triton's (tests/interpreted holds them to it), but for these, which are on purpose:
-lanes that a mask leaves out of a load without `other` are NaN; tl.max and tl.min let a NaN be seen;
-tl.dot never rounds to TF32; tl.atomic_add gives nothing back; a mask has to fit the pointers, not
-they it; loops count upwards; and in lockstep `if`, `while`, `and` and `or` refuse a condition that
-depends on the program. Block pointers, descriptors, scans, sorts and random numbers it has not.
+`tlsim` replaces `triton` in a kernel, and `tlsim.language` replaces `triton.language`. Values and
+dtypes are Triton's (tests/interpreted compares them), with these deliberate differences:
+
+- A load without `other` gives NaN in lanes that the mask leaves out.
+- tl.max and tl.min return NaN where an element is NaN.
+- tl.dot never rounds its operands to TF32.
+- tl.atomic_add returns nothing.
+- A mask must broadcast to the shape of the pointers.
+- Loops count upwards.
+- In lockstep, `if`, `while`, `and` and `or` refuse a condition that depends on the program.
+
+Not supported: block pointers, tensor descriptors, scans, sorts and random numbers.
 """
 
+from nanoserve.kernels.sizes import next_power_of_2
 from nanoserve.kernels.tlsim import language
 from nanoserve.kernels.tlsim.grid import KernelError, options
 from nanoserve.kernels.tlsim.language import cdiv
-from nanoserve.kernels.tlsim.launch import jit, next_power_of_2
+from nanoserve.kernels.tlsim.launch import jit
 from nanoserve.kernels.tlsim.memory import Access, Trace, trace
 
 __all__ = [

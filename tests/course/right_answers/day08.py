@@ -33,7 +33,7 @@ def hidden_with_sliced_tables(self, ids, cache=None):
     past = cache.seq_len if cache is not None else 0
     cos, sin = self._rope(0, past + ids.size(1))
     x = self.weights["model.embed_tokens.weight"][ids]
-    for layer, number in zip(self.layers, range(len(self.layers)), strict=True):
+    for number, layer in enumerate(self.layers):
         x = block(x, layer, cos[past:], sin[past:], self.config, cache, number)
     return rms_norm(x, self.weights["model.norm.weight"], self.config.norm_eps)
 

@@ -7,7 +7,7 @@ from nanoserve.sampling import Sample
 
 
 def while_loop(model, prompt_ids, params, cache=None, eos_ids=()):
-    ids, made = list(prompt_ids), 0
+    ids, made = prompt_ids, 0
     while made < params.max_tokens and len(ids) <= model.config.context:
         token = next_logits(model, ids).argmax().item()
         made += 1
@@ -20,13 +20,12 @@ def while_loop(model, prompt_ids, params, cache=None, eos_ids=()):
 def the_whole_forward(model, prompt_ids, params, cache=None, eos_ids=()):
     """Runs the whole model and reads the last row itself."""
     ids = torch.tensor([prompt_ids])
-    ends = set(eos_ids)
     for _ in range(params.max_tokens):
         if ids.shape[1] > model.config.context:
             return
-        token = int(model(ids)[0, -1].argmax())
+        token = int(model(ids)[:, -1].argmax())
         yield Sample(token)
-        if token in ends:
+        if token in eos_ids:
             return
         ids = torch.cat([ids, torch.tensor([[token]])], dim=1)
 
@@ -51,7 +50,7 @@ class _Iterator:
 
 
 def an_iterator(model, prompt_ids, params, cache=None, eos_ids=()):
-    return _Iterator(model, list(prompt_ids), params.max_tokens, list(eos_ids))
+    return _Iterator(model, list(prompt_ids), params.max_tokens, eos_ids)
 
 
 def recursive(model, prompt_ids, params, cache=None, eos_ids=()):
@@ -63,7 +62,7 @@ def recursive(model, prompt_ids, params, cache=None, eos_ids=()):
         if token not in eos_ids:
             yield from go_on((*ids, token), left - 1)
 
-    yield from go_on(tuple(prompt_ids), params.max_tokens)
+    yield from go_on(prompt_ids, params.max_tokens)
 
 
 RIGHT = {"generate_tokens": (while_loop, the_whole_forward, an_iterator, recursive)}

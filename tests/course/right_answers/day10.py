@@ -27,9 +27,9 @@ def divide_log_probabilities(logits, temperature):
 
 def k_by_sorting(logits, top_k):
     size = logits.shape[-1]
-    if top_k == 0 or top_k >= size:
-        return logits.clone()
-    bar = logits.sort(dim=-1).values[..., size - top_k].unsqueeze(-1)
+    if not 0 < top_k < size:
+        return logits
+    bar = logits.sort().values[..., size - top_k].unsqueeze(-1)
     return torch.where(logits >= bar, logits, torch.tensor(-math.inf))
 
 
@@ -44,7 +44,7 @@ def k_by_rows(logits, top_k):
     out = []
     for row in rows:
         values = sorted(row.tolist(), reverse=True)
-        bar = values[min(top_k, len(values)) - 1] if top_k else -math.inf
+        bar = values[min(top_k, len(values)) - 1]  # top_k = 0: the last, so all stay
         out.append([v if v >= bar else -math.inf for v in row.tolist()])
     return torch.tensor(out).view(logits.shape)
 
@@ -52,7 +52,7 @@ def k_by_rows(logits, top_k):
 def p_sum_before(logits, top_p):
     if top_p >= 1:
         return logits
-    best_first, ids = logits.sort(dim=-1, descending=True)
+    best_first, ids = logits.sort(descending=True)
     probs = best_first.softmax(dim=-1)
     gone = probs.cumsum(dim=-1) - probs >= top_p
     gone[..., 0] = False
@@ -63,11 +63,11 @@ def p_shifted_mask(logits, top_p):
     """The mask of the sum with each token, moved one place on: the sum before it."""
     if top_p == 1:
         return logits
-    ids = logits.argsort(dim=-1, descending=True)
+    ids = logits.argsort(descending=True)
     sums = logits.gather(-1, ids).softmax(dim=-1).cumsum(dim=-1)
     keep = torch.ones_like(sums, dtype=torch.bool)
     keep[..., 1:] = sums[..., :-1] < top_p
-    back = torch.zeros_like(keep).scatter(-1, ids, keep)
+    back = torch.empty_like(keep).scatter(-1, ids, keep)
     return torch.where(back, logits, torch.full_like(logits, -torch.inf))
 
 
@@ -100,7 +100,7 @@ def min_p_row_by_row(logits, min_p):
     rows = []
     for row in logits.reshape(-1, logits.shape[-1]):
         probs = torch.exp(row - row.max())  # the best is 1
-        rows.append([x if p >= min_p else -math.inf for x, p in zip(row, probs, strict=True)])
+        rows.append([row[i] if probs[i] >= min_p else -math.inf for i in range(len(row))])
     return torch.tensor(rows).reshape(logits.shape)
 
 

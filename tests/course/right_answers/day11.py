@@ -41,7 +41,7 @@ def append_by_heads(self, layer, k, v):
 def append_by_copy(self, layer, k, v):
     if len(k) != 1:
         raise ValueError("a cache holds one sequence")
-    query_len = k.size(-2)
+    query_len = k.size(2)
     end = self.seq_len + query_len
     while self._k is None or end > self._capacity:
         self._grow(end, k)
@@ -52,7 +52,7 @@ def append_by_copy(self, layer, k, v):
         views.append(one.narrow(2, 0, end))
     last = self._config.num_layers - 1
     self.seq_len = end if layer == last else self.seq_len
-    return tuple(views)
+    return views[0], views[1]
 
 
 def append_by_index(self, layer, k, v):

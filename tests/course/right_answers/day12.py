@@ -7,20 +7,18 @@ class LetterByLetter:
     """Every character by itself, so the first stop string that is complete is the first seen."""
 
     def __init__(self, stops):
-        self.stops, self.found, self.waiting = list(stops), False, ""
+        self.stops, self.found, self.waiting = stops, False, ""
 
     def add(self, piece):
         shown = ""
-        for letter in piece:
-            if self.found:
-                break
+        for letter in "" if self.found else piece:
             self.waiting += letter
             complete = [s for s in self.stops if self.waiting.endswith(s)]
             if complete:
                 longest = max(complete, key=len)
                 shown += self.waiting[: len(self.waiting) - len(longest)]
                 self.waiting, self.found = "", True
-                break
+                return shown
             while self.waiting and not any(s.startswith(self.waiting) for s in self.stops):
                 shown, self.waiting = shown + self.waiting[0], self.waiting[1:]
         return shown
@@ -75,10 +73,8 @@ class Pattern:
         self.found = False
         self._held = ""
         self._stops = [re.compile(re.escape(stop)) for stop in stops]
-        starts = {stop[:n] for stop in stops for n in range(1, len(stop))}
-        ordered = sorted(starts, key=len, reverse=True)
-        self._begins = re.compile("(?:" + "|".join(map(re.escape, ordered)) + r")\Z")
-        self._any = bool(starts)
+        starts = {stop[:n] for stop in stops for n in range(len(stop))}
+        self._begins = re.compile("(?:" + "|".join(map(re.escape, starts)) + r")\Z")
 
     def add(self, piece):
         if self.found:
@@ -88,8 +84,7 @@ class Pattern:
         if hits:
             self.found, self._held = True, ""
             return text[: min(hits, key=lambda m: (m.end(), m.start())).start()]
-        match = self._begins.search(text) if self._any else None
-        cut = match.start() if match else len(text)
+        cut = self._begins.search(text).start()
         self._held = text[cut:]
         return text[:cut]
 
