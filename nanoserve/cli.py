@@ -208,6 +208,7 @@ def report() -> list[tuple[str, str]]:
     """The lines of `nanoserve doctor`; "~" replaces the home folder."""
     from nanoserve import fetch
     from nanoserve.bench.machine import machine
+    from nanoserve.threads import threads_here
 
     packages = ("nanoserve", "torch", "triton", "transformers", "tokenizers", "gguf", "numpy")
     about = machine(_best_device().split(":")[0], packages)
@@ -225,7 +226,7 @@ def report() -> list[tuple[str, str]]:
         *((name, found or "not installed") for name, found in about["versions"].items()),
         ("device", _best_device()),
         ("driver", about["driver"] or "none"),
-        ("threads", str(about["threads"])),
+        ("threads", threads_here()),
         ("attention runs", _attention()),
         ("model", model.replace(str(Path.home()), "~")),
     ]

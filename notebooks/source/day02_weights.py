@@ -146,17 +146,15 @@ class ModelConfig:
 
 
 # %% [markdown]
-# Parsing is no exercise: **you may leave the next folded cells closed.** They have two rules:
-#
-# - **Every field is checked once**, on the way in: its type, its range, and whether it contradicts
-#   another field. `Fields` checks the first two. Its errors name the file, the field and the value.
-# - **The engine refuses by name whatever it cannot do.** If it ignored a sliding window, or an
-#   unknown way of scaling positions, nothing would crash, but it would run another model than the
-#   one that was trained.
+# Parsing is no exercise: **you may leave the next two folded cells closed.** They follow one rule: the
+# engine **refuses by name** whatever it cannot do. If it ignored a sliding window, or an unknown way
+# of scaling positions, nothing would crash, but it would run another model than the one that was
+# trained. `Fields` checks the type and the range of each field. `parse_config` builds the config from
+# them, and refuses options that the engine lacks and fields that contradict each other.
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/config.py: Fields, _is_int
+# lands in nanoserve/config.py: Fields, _is_int, read_json
 class Fields:
     """The fields of one JSON object. Each method checks type and range and returns the value.
 
@@ -231,15 +229,37 @@ def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-# %% [markdown]
-# `parse_config` reads the fields through `Fields`. Its helpers check what differs by family: options
-# that change the computation, sliding windows, heads, and RoPE, which has an older and a newer
-# spelling. An absent field or a `null` means what transformers takes it to mean. The repository's
-# tests change configurations at random and compare the result with transformers.
+def read_json(path: Path) -> dict:
+    """The object in a JSON file. Raises ValueError, naming file and reason, if there is none."""
+    check_readable(path)
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, a number of 5,000 digits
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is not valid JSON: its content is not an object")
+    return content
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/config.py: parse_config
+# lands in nanoserve/config.py: load_config, parse_config
+def load_config(path: Path) -> ModelConfig:
+    """Read the config of a folder in the Hugging Face layout, or of a .gguf file.
+
+    Reads no weight. Raises UnsupportedModel for an option that the engine lacks, and ValueError for
+    a file that is missing or no JSON and for a field that is missing, wrong or contradicts another.
+    """
+    if path.suffix == ".gguf":
+        return parse_config(gguf_config(path), file=str(path))
+    config, generation = path / "config.json", path / "generation_config.json"
+    return parse_config(
+        read_json(config),
+        read_json(generation) if generation.exists() else None,
+        str(config),
+        str(generation),
+    )
+
+
 def parse_config(
     hf: dict,
     generation: dict | None = None,
@@ -417,37 +437,6 @@ def _rope_object(rope: Fields, outer: Fields) -> tuple[float, Llama3Scaling | No
     if outer.values.get(key, scaling.original_context) != scaling.original_context:
         raise rope.wrong(key, f"contradicts {key} outside of the object")
     return theta, scaling
-
-
-# %% jupyter={"source_hidden": true}
-# lands in nanoserve/config.py: load_config, read_json
-def load_config(path: Path) -> ModelConfig:
-    """Read the config of a folder in the Hugging Face layout, or of a .gguf file.
-
-    Reads no weight. Raises UnsupportedModel for an option that the engine lacks, and ValueError for
-    a file that is missing or no JSON and for a field that is missing, wrong or contradicts another.
-    """
-    if path.suffix == ".gguf":
-        return parse_config(gguf_config(path), file=str(path))
-    config, generation = path / "config.json", path / "generation_config.json"
-    return parse_config(
-        read_json(config),
-        read_json(generation) if generation.exists() else None,
-        str(config),
-        str(generation),
-    )
-
-
-def read_json(path: Path) -> dict:
-    """The object in a JSON file. Raises ValueError, naming file and reason, if there is none."""
-    check_readable(path)
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, a number of 5,000 digits
-        raise ValueError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} is not valid JSON: its content is not an object")
-    return content
 
 
 # %%
@@ -753,7 +742,8 @@ low, high, used = block.min(), block.max(), block.unique()
 step = used.diff().min()
 print(f"{low:.3f} to {high:.3f} in steps of {step:.3f}; {len(used)} of 16 levels are in use")
 
-# %%
+# %% jupyter={"source_hidden": true}
+# Draws the plot: 32 weights on 16 levels
 levels = [low + q * step for q in range(16)]
 fig, ax = figure(xlabel="weight in the block", ylabel="value", title="32 weights on 16 levels")
 ax.hlines(levels, -0.6, 31.6, color=COLOURS["grid"], linewidth=1.2)
@@ -829,7 +819,7 @@ print(unpermute(in_file, n_heads=1).tolist())
 from collections.abc import Callable
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/weights.py: FLOATS, StoredTensor, check_shapes
+# lands in nanoserve/weights.py: FLOATS, StoredTensor, check_shapes, list_gguf
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -858,8 +848,6 @@ def check_shapes(stored: dict[str, StoredTensor], expected: dict[str, tuple[int,
             )
 
 
-# %% jupyter={"source_hidden": true}
-# lands in nanoserve/weights.py: list_gguf
 def list_gguf(path: Path, config: ModelConfig) -> dict[str, StoredTensor]:
     """The tensors of a GGUF file under their Hugging Face names, dequantised as they are read.
 
@@ -891,7 +879,7 @@ def list_gguf(path: Path, config: ModelConfig) -> dict[str, StoredTensor]:
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/weights.py: list_safetensors
+# lands in nanoserve/weights.py: list_safetensors, load_weights
 def list_safetensors(folder: Path) -> dict[str, StoredTensor]:
     """The tensors of model.safetensors, or of the shards in model.safetensors.index.json."""
     from safetensors import SafetensorError, safe_open
@@ -928,8 +916,6 @@ def list_safetensors(folder: Path) -> dict[str, StoredTensor]:
     return stored
 
 
-# %% jupyter={"source_hidden": true}
-# lands in nanoserve/weights.py: load_weights
 def load_weights(
     path: Path,
     config: ModelConfig,

@@ -754,7 +754,8 @@ ratios = {language: count / counts["English"] for language, count in counts.item
 print(f"English: {counts['English']} tokens, Japanese: {counts['Japanese']}")
 print(f"times as many: {ratios['Japanese']:.1f}; your guess: {today.guess_text('japanese')}")
 
-# %%
+# %% jupyter={"source_hidden": true}
+# Draws the plot: One article of law in seven languages
 from nanoserve.course import plots
 
 ylabel = "tokens, as a multiple of English"

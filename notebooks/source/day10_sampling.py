@@ -93,22 +93,23 @@ for text in prompts:
 print("your guesses:", today.guess_text("paris"), "and", today.guess_text("story"))
 assert [int((held[text] < 0.9).sum()) + 1 for text in prompts] == [10, 1, 665]
 
-# %%
+# %% jupyter={"source_hidden": true}
+# Draws the plot: How many tokens hold how much
 fig, ax = plots.figure(
     xlabel="tokens, the best first",
     ylabel="probability they hold",
-    title="How many tokens hold how much",
+    title="How much the best tokens hold together",
 )
 ranks = range(1, 20_001)
 with plots.style():
     for text in prompts:
         ax.plot(ranks, held[text][:20_000], color=COLOURS["engine"])
     ax.axhline(0.9, color=COLOURS["muted"], linestyle=":")
-    ax.set(xscale="log", ylim=(0, 1.08), xlim=(0.8, 40_000))
+    ax.set(xscale="log", ylim=(0, 1.14), xlim=(0.8, 40_000))
     ax.set_xticks([1, 10, 100, 1_000, 10_000], ["1", "10", "100", "1,000", "10,000"])
 plots.label_line(ax, 40, 0.70, prompts[2], COLOURS["engine"])
 plots.label_line(ax, 1, 0.74, prompts[0], COLOURS["engine"])
-plots.label_line(ax, 1, 1.01, prompts[1], COLOURS["engine"])
+plots.label_line(ax, 1, 1.05, prompts[1], COLOURS["engine"])
 for name, height in (("paris", 0.16), ("story", 0.06)):
     if guess := today.guess(name):
         ax.vlines(guess, height, 0.9, color=COLOURS["prediction"], linestyle=":")
@@ -628,7 +629,7 @@ print("equal, of 300:", same)
 assert set(same.values()) == {300}
 
 # %% [markdown]
-# (`k` is sometimes larger than the vocabulary of 43, and `p` is often exactly 0.5. For temperature the
+# (`k` is sometimes larger than the vocabulary of 43, and `p` sometimes exactly 0.5. For temperature the
 # probabilities are compared, up to rounding, since we shift the logits and `transformers` does not.)
 #
 # Temperature 0 is greedy, a tiny temperature is greedy here too, and a seed repeats its draws:
@@ -674,7 +675,8 @@ print(
 )
 assert chi_square < 18.47 and counts[3] == 0
 
-# %%
+# %% jupyter={"source_hidden": true}
+# Draws the plot: 10,000 draws, and what was expected
 fig, ax = plots.figure(
     height=3.2, xlabel="token", ylabel="times drawn", title="10,000 draws, and what was expected"
 )
@@ -694,7 +696,7 @@ fig
 # that have passed. Below the texts it shows how often each was called.
 
 # %%
-from nanoserve import LLM
+from nanoserve import LLM, SamplingParams
 
 llm = LLM("smollm2")
 

@@ -247,7 +247,7 @@ class NaiveKVCache:
 
 # %%
 def append(self, layer: int, k: torch.Tensor, v: torch.Tensor):
-    """Write k, v [1, n_kv, query_len, head_dim] behind the history; return views of all of it."""
+    """Write k, v [1, n_kv, query_len, head_dim] after the cached tokens'; return views of all."""
     raise NotImplementedError("your turn")
 
 
@@ -309,7 +309,7 @@ def gqa_attention(
     """Grouped-query attention (Ainslie et al. 2023): n_q query heads share n_kv keys and values.
 
     x [batch, seq, hidden], cos and sin [seq, head_dim] of x's positions -> [batch, seq, hidden].
-    A cache takes this step's keys and values as layer `index`'s, and gives back the whole history.
+    A cache takes this step's keys and values of layer `index`, and returns those of all its tokens.
     """
     q = _heads(_linear(x, layer, "self_attn.q_proj"), config.n_q)  # [batch, n_q, seq, head_dim]
     k = _heads(_linear(x, layer, "self_attn.k_proj"), config.n_kv)
@@ -467,10 +467,11 @@ later = median(cached[1:])
 faster = cached[0] / later
 print(f"token 1: {cached[0]:.0f} ms, a later token (the median of five): {later:.0f} ms")
 print(f"{faster:.1f} times faster; your guess: {today.guess_text('second')}")
-assert faster > 1.5
+assert 1.5 < faster < 100
 assert median(without[1:]) > 1.5 * later
 
-# %%
+# %% jupyter={"source_hidden": true}
+# Draws the plot: After 128 tokens of prompt
 from nanoserve.course.plots import COLOURS, figure, line, prediction_marker
 
 fig, ax = figure(xlabel="token written", ylabel="milliseconds", title="After 128 tokens of prompt")
@@ -483,9 +484,9 @@ ax.set(ylim=(0, None), xlim=(0.7, 7.2), xticks=numbers)
 fig
 
 # %% [markdown]
-# The first token is prefill, and both compute the same there. Without a cache, the later tokens cost
-# about as much again. With the cache they cost less, since each step computes one position. But it is
-# not 128 times less: a step still reads all weights, for one token as for 128. Day 13 counts these
+# The first token is prefill, and both compute the same there. Without a cache, each later token computes
+# the whole text again. With the cache it computes one position, so it takes less time. But it is far
+# from 128 times less: a step still reads all weights, for one token as for 128. Day 13 counts these
 # bytes, and measures how the gap grows with the length.
 #
 # ## What it costs

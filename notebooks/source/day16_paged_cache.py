@@ -416,7 +416,8 @@ print(f"at 4,096 tokens: {extend[-1]:.0f} µs to extend, {rebuild[-1]:,.0f} µs 
 print(f"{rebuild[-1] / extend[-1]:.0f} times; your guess: {today.guess_text('rebuild')}")
 assert rebuild[-1] > 10 * extend[-1] and extend[-1] < 10 * extend[0]
 
-# %%
+# %% jupyter={"source_hidden": true}
+# Draws the plot: The slots of a decode step
 from nanoserve.course.plots import COLOURS, figure, line, log2_axis, prediction_marker
 
 title = "The slots of a decode step"
