@@ -5,9 +5,13 @@ import sys
 import time
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from nanoserve import LLM, SamplingParams
+    from nanoserve.generate import Stream
 
 app = typer.Typer(
     help="nanoserve: an LLM inference engine that a course builds day by day.",
@@ -15,7 +19,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-bench_app = typer.Typer(help="Measure the engine; correctness is checked before any time is shown.")
+bench_app = typer.Typer(help="Measure the engine. A correctness check precedes every time.")
 course_app = typer.Typer(help="Your own copies of the notebooks, in work/.", no_args_is_help=True)
 app.add_typer(bench_app, name="bench", no_args_is_help=True)
 app.add_typer(course_app, name="course")
@@ -30,20 +34,40 @@ class DType(StrEnum):
 Model = Annotated[
     str, typer.Option(help="'smollm2', a Hugging Face folder, a .gguf file, or a hub id.")
 ]
-DTypeOption = Annotated[DType, typer.Option(help="What the weights are held in.")]
-Device = Annotated[str, typer.Option(help="Where it runs: cpu, cuda, cuda:1, mps.")]
-MaxTokens = Annotated[int, typer.Option(help="Stop after so many tokens.")]
-Temperature = Annotated[float, typer.Option(help="0 is greedy; 1 draws from the model's own odds.")]
-TopP = Annotated[float, typer.Option(help="Draw from the likeliest tokens that hold this share.")]
-Seed = Annotated[int | None, typer.Option(help="Makes a draw repeatable.")]
+DTypeOption = Annotated[DType, typer.Option(help="The dtype of weights and activations.")]
+Device = Annotated[str, typer.Option(help="The device: cpu, cuda, cuda:1, mps.")]
+MaxTokens = Annotated[int, typer.Option(help="The maximum number of generated tokens.")]
+Temperature = Annotated[float, typer.Option(help="0 is greedy; 1 samples from the model's output.")]
+TopP = Annotated[float, typer.Option(help="Sample from the most probable tokens of this share.")]
+Seed = Annotated[int | None, typer.Option(help="Repeat the same random numbers.")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from nanoserve import __version__
+
+        typer.echo(f"nanoserve {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", is_eager=True, callback=_print_version, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """The options of `nanoserve` itself."""
 
 
 @app.command()
 def fetch() -> None:
-    """Bring the model SmolLM2-135M-Instruct (93 MB) and convert it, unless it is there."""
-    from nanoserve.fetch import fetch as bring
+    """Download the model SmolLM2-135M-Instruct (93 MB) and convert it, unless it is there."""
+    from nanoserve.fetch import fetch as download
 
-    typer.echo(bring())
+    typer.echo(download())
 
 
 @app.command()
@@ -57,16 +81,18 @@ def generate(
     dtype: DTypeOption = DType.float32,
     device: Device = "cpu",
 ) -> None:
-    """Continue a text, as it is (no chat template)."""
+    """Continue a text, without a chat template."""
     llm, params = _start(model, dtype, device, max_tokens, temperature, top_p, seed)
-    stream = llm.stream(prompt, params)  # refuses a bad prompt before anything is printed
+    stream = llm.stream(prompt, params)  # raises for a wrong prompt before anything is printed
     typer.echo(prompt, nl=False)
     _show(stream)
 
 
 @app.command()
 def chat(
-    message: Annotated[str | None, typer.Argument(help="One question; without it, a talk.")] = None,
+    message: Annotated[
+        str | None, typer.Argument(help="One question. Without it, chat asks for questions.")
+    ] = None,
     model: Model = "smollm2",
     max_tokens: MaxTokens = 256,
     temperature: Temperature = 0.0,
@@ -74,33 +100,62 @@ def chat(
     seed: Seed = None,
     dtype: DTypeOption = DType.float32,
     device: Device = "cpu",
+    system: Annotated[str | None, typer.Option(help="The system prompt.")] = None,
 ) -> None:
-    """Talk to the model; an empty line or Ctrl-D ends it, Ctrl-C stops an answer."""
+    """Chat with the model. An empty line or Ctrl-D ends the chat, Ctrl-C stops an answer."""
     llm, params = _start(model, dtype, device, max_tokens, temperature, top_p, seed)
+    first = [] if system is None else [{"role": "system", "content": system}]
     if message is not None:
         if not message.strip():
             raise ValueError("the prompt is empty")
-        stream = llm.stream(llm.chat_ids([{"role": "user", "content": message}]), params)
-        typer.secho(f"> {message}", fg=typer.colors.BRIGHT_BLACK, err=True)
+        stream = llm.stream(llm.chat_ids([*first, {"role": "user", "content": message}]), params)
+        _aside(f"> {message}")
         _show(stream)
         return
-    messages: list[dict[str, str]] = []
+    turns: list[dict[str, str]] = []  # user and assistant by turns
     while question := _ask():
-        messages.append({"role": "user", "content": question})
-        stream = llm.stream(llm.chat_ids(messages), params)
+        asked = [*turns, {"role": "user", "content": question}]
+        try:
+            ids, dropped = _fit(llm, first, asked, max_tokens)
+            stream = llm.stream(ids, params)
+        except ValueError as error:  # this question is refused; the conversation goes on
+            _aside(f"nanoserve: {error}")
+            continue
+        if dropped:
+            _aside(
+                f"[the conversation exceeds the context of {llm.model.config.context} tokens: "
+                f"dropped the oldest {dropped} messages]"
+            )
         try:
             _show(stream)
-        except KeyboardInterrupt:  # stops the answer, not the talk
+        except KeyboardInterrupt:  # stops the answer, not the chat
             typer.echo("\n[stopped]")
-        messages.append({"role": "assistant", "content": stream.text})
+        turns = [*asked[dropped:], {"role": "assistant", "content": stream.text}]
 
 
 def _ask() -> str:
+    """The next question; "" at the end of the input."""
     try:
         return input("> ").strip()
     except EOFError:
         typer.echo()
         return ""
+
+
+def _fit(
+    llm: "LLM", first: list[dict[str, str]], turns: list[dict[str, str]], max_tokens: int
+) -> tuple[list[int], int]:
+    """The token ids of a conversation without its oldest turns, and the number of messages dropped.
+
+    Drops turns until a quarter of the context (or max_tokens, if fewer) is free for the answer. The
+    messages in `first` and the last question always stay.
+    """
+    context = llm.model.config.context
+    dropped, ids = 0, llm.chat_ids([*first, *turns])
+    while len(ids) + min(max_tokens, context // 4) > context and dropped + 1 < len(turns):
+        dropped += 2  # a question and its answer
+        ids = llm.chat_ids([*first, *turns[dropped:]])
+    return ids, dropped
 
 
 def _start(
@@ -111,68 +166,69 @@ def _start(
     temperature: float,
     top_p: float,
     seed: int | None,
-):
-    import torch
-
+) -> "tuple[LLM, SamplingParams]":
     from nanoserve import LLM, SamplingParams
 
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
-    return LLM(model, getattr(torch, dtype.value), _device(device)), params
+    return LLM(model, dtype.value, device), params
 
 
-def _device(name: str):
-    """The torch device of a name; ValueError where there is none such on this machine."""
-    import torch
-
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from None
-    return device
-
-
-def _show(stream) -> None:
-    """Print pieces as they come, then how fast they came (on stderr, so that pipes stay clean)."""
+def _show(stream: "Stream") -> None:
+    """Print the pieces of a stream, then its speed (on stderr, so that a pipe gets only text)."""
     begin, first = time.perf_counter(), None
     for piece in stream:
         if first is None:
             first = time.perf_counter()
         typer.echo(piece, nl=False)
-        sys.stdout.flush()
     typer.echo()
     end = time.perf_counter()
     n = len(stream.token_ids)
     line = f"[{n} tokens in {end - begin:.1f} s, {n / (end - begin):.1f} tokens/s"
     if first is not None:
         line += f", the first after {first - begin:.2f} s"
-    typer.secho(f"{line}]", fg=typer.colors.BRIGHT_BLACK, err=True)
+    _aside(f"{line}]")
+
+
+def _aside(line: str) -> None:
+    """Print a line about the run on stderr: grey on a terminal, unless NO_COLOR or TERM=dumb."""
+    if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        typer.echo(line, err=True)
+    else:
+        typer.secho(line, fg=typer.colors.BRIGHT_BLACK, err=True)
 
 
 @app.command()
 def doctor() -> None:
-    """Say what this machine has and what would run; quote it in a bug report."""
+    """Print what this machine has and what would run, for a bug report."""
     for key, value in report():
         typer.echo(f"{key:<16} {value}")
 
 
 def report() -> list[tuple[str, str]]:
-    """What `nanoserve doctor` prints, line by line; paths are shortened to the home folder."""
+    """The lines of `nanoserve doctor`; "~" replaces the home folder."""
     from nanoserve import fetch
     from nanoserve.bench.machine import machine
+    from nanoserve.threads import threads_here
 
     packages = ("nanoserve", "torch", "triton", "transformers", "tokenizers", "gguf", "numpy")
     about = machine(_best_device().split(":")[0], packages)
-    folder = str(fetch.model_folder()).replace(str(Path.home()), "~")
-    whole = "whole" if fetch.is_whole() else "not there or not whole: run `nanoserve fetch`"
+    try:
+        fault = fetch.fault()
+        model = (
+            f"{fetch.model_folder()} (whole)"
+            if fault is None
+            else f"{fault}: run `nanoserve fetch`"
+        )
+    except fetch.FetchError as error:
+        model = str(error)
     return [
         ("platform", about["platform"]),
         *((name, found or "not installed") for name, found in about["versions"].items()),
         ("device", _best_device()),
         ("driver", about["driver"] or "none"),
-        ("threads", str(about["threads"])),
+        ("threads", threads_here()),
         ("attention runs", _attention()),
-        ("model", f"{folder} ({whole})"),
+        ("model", model.replace(str(Path.home()), "~")),
     ]
 
 
@@ -186,7 +242,7 @@ def _best_device() -> str:
 
 
 def _attention() -> str:
-    """Which backend would run on the best device, and what keeps Triton from it."""
+    """The backend that would run on the best device, and why it is not Triton."""
     import warnings
 
     import torch
@@ -196,7 +252,7 @@ def _attention() -> str:
     device = torch.device(_best_device().split(":")[0])
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what it would say stands in the line below
+            warnings.simplefilter("ignore")  # the line below has the reason
             backend = select_backend(device)
     except ValueError as error:
         return f"not at all: {error}"
@@ -213,7 +269,7 @@ def bench_decode(
         list[int] | None, typer.Option(help="Tokens of prompt; repeatable.", min=1)
     ] = None,
     tokens: Annotated[int, typer.Option(help="Tokens generated in each run.", min=2)] = 8,
-    rounds: Annotated[int, typer.Option(help="Runs of each path; they take turns.", min=1)] = 3,
+    rounds: Annotated[int, typer.Option(help="Runs of each code path, interleaved.", min=1)] = 3,
     cache: Annotated[
         bool, typer.Option(help="With the KV cache, or recomputing everything.")
     ] = True,
@@ -272,9 +328,7 @@ def bench_attention(
     kv_len: Annotated[
         list[int] | None, typer.Option(help="Tokens in the cache; repeatable.", min=1)
     ] = None,
-    rounds: Annotated[
-        int, typer.Option(help="Runs of each code path; they take turns.", min=1)
-    ] = 20,
+    rounds: Annotated[int, typer.Option(help="Runs of each code path, interleaved.", min=1)] = 20,
     dtype: Annotated[
         DType | None, typer.Option(help="float32; with --cache on a GPU, float32 and float16.")
     ] = None,
@@ -334,8 +388,9 @@ def _bench_cache(
     import torch
 
     from nanoserve.bench import runner
+    from nanoserve.model import as_device
 
-    _device(device)
+    as_device(device)
     dtypes = [getattr(torch, dtype.value)] if dtype else ()
     command = " ".join(["nanoserve", *sys.argv[1:]])
     run = runner.measure(device, kv_len or runner.KV_LENS, dtypes, rounds, command)
@@ -360,7 +415,7 @@ def start(
 
 
 @course_app.command()
-def reset(day: Annotated[int, typer.Argument(help="The day to begin afresh.")]) -> None:
+def reset(day: Annotated[int, typer.Argument(help="The number of the day.")]) -> None:
     """Take a fresh copy of a day; your old one stays beside it."""
     from nanoserve.course import store
 
@@ -372,7 +427,7 @@ def reset(day: Annotated[int, typer.Argument(help="The day to begin afresh.")]) 
 
 @course_app.command()
 def status() -> None:
-    """Show which exercises you have passed, day by day."""
+    """Show the exercises that you have passed, by day."""
     from nanoserve.course import store
 
     for row in store.status():
@@ -380,22 +435,40 @@ def status() -> None:
 
 
 def main() -> None:
-    """Run the command line: a bad value is one line and exit code 2, Ctrl-C leaves with 130."""
+    """Run the command line. A wrong value is one line on stderr and exit code 2; Ctrl-C is 130."""
+    _open_streams()
     try:
         code = app(standalone_mode=False)
     except typer.Abort:  # Ctrl-C in older typers; newer ones return 130
         code = 130
     except Exception as error:
-        usage = getattr(error, "format_message", None)  # click's, which newer typers carry inside
-        told = (ValueError, RuntimeError, OSError, ModuleNotFoundError)
-        if usage is None and not isinstance(error, told):
+        usage = getattr(error, "format_message", None)  # of click's errors
+        expected = (ValueError, RuntimeError, OSError, ModuleNotFoundError)
+        if usage is None and not isinstance(error, expected):
             raise
         if message := usage() if usage else str(error):  # none where the help was shown
             typer.echo(f"nanoserve: {message}", err=True)
         code = 2
-    if code == 130:
-        typer.echo()
+    try:
+        if code == 130:
+            typer.echo()
+        sys.stdout.flush()
+    except OSError:  # nobody reads it, or the disk is full: Python would try again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = code or 1
     sys.exit(code)
+
+
+def _open_streams() -> None:
+    """Replace a closed standard stream by the null device, and show "?" for a character that the
+    terminal's encoding lacks (for input, U+FFFD for bytes that are not in it)."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        stream = getattr(sys, name)
+        if stream is None:
+            null = Path(os.devnull).open(mode, encoding="utf-8")  # noqa: SIM115 (until the end)
+            setattr(sys, name, null)
+        elif hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
 
 
 if __name__ == "__main__":

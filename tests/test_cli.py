@@ -7,19 +7,22 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 import torch
 
+import nanoserve
 from nanoserve import LLM, SamplingParams, cli
+from nanoserve import fetch as fetch_module
 from nanoserve.bench import timing
 from nanoserve.cli import main
 from nanoserve.fetch import fetch
 from nanoserve.kernels import dispatch
 from nanoserve.kernels.dispatch import select_backend
 from tests.checkpoints import edit_json
-from tests.folders import write_checkpoint
+from tests.folders import denied, write_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +80,7 @@ def run(monkeypatch, capfd) -> Callable[..., tuple[int, str, str]]:
         (["generate", "hi", "--temperature", "-1"], "temperature must be .*, got -1.0"),
         (["generate", "hi", "--top-p", "1.5"], "top_p must be a number from 0 to 1"),
         (["generate", "hi", "--seed", "-1"], "seed must be .*, got -1"),
-        (["generate", "hi", "--beam", "4"], "No such option: --beam"),
+        (["generate", "hi", "--beam", "4"], "No such option:? .?--beam"),
         (["generate"], "Missing argument"),
         (["generat", "hi"], "No such command 'generat'"),
         (["course", "start", "99"], "there is no day 99"),
@@ -104,7 +107,7 @@ def test_a_broken_checkpoint_is_one_line(run, tmp_path):
     edit_json(tmp_path / "config.json", model_type="mamba")
     code, out, err = run("generate", "hi", "--model", str(tmp_path))
     assert (code, out) == (2, "")
-    assert err.startswith("nanoserve: model_type 'mamba' is not supported")
+    assert err.startswith(f"nanoserve: {tmp_path / 'config.json'}: model_type 'mamba' is not sup")
     assert err.count("\n") == 1
 
 
@@ -199,6 +202,52 @@ def test_a_talk_remembers_what_was_said_and_ends_at_an_empty_line(run, tiny, mon
     assert (code, out) == (0, "".join(f"{answer}\n" for answer in answers))
     assert err.count("tokens/s") == 2
     assert next(lines) == "c"
+
+
+def test_past_the_context_the_oldest_turns_are_dropped_and_the_system_prompt_stays(
+    run, tiny, monkeypatch
+):
+    asked = []
+    monkeypatch.setattr(LLM, "chat_ids", spy(LLM.chat_ids, asked))
+    lines = iter(["aaaa", "bbbb", "cccc", ""])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
+    code, out, err = run("chat", "--model", tiny, "--max-tokens", "4", "--system", "S")
+    assert (code, out.count("\n")) == (0, 3)
+    notes = [line for line in err.splitlines() if "tokens/s" not in line]
+    assert notes and set(notes) == {
+        "[the conversation exceeds the context of 64 tokens: dropped the oldest 2 messages]"
+    }
+    assert all(messages[0] == {"role": "system", "content": "S"} for messages in asked)
+    assert asked[-1][-1] == {"role": "user", "content": "cccc"}
+    assert "aaaa" not in str(asked[-1])
+    llm = LLM(tiny)
+    assert len(llm.tokenizer.encode(llm.tokenizer.render_chat(asked[-1]), True)) + 4 <= 64
+    # no more was dropped than needed
+    assert len(llm.tokenizer.encode(llm.tokenizer.render_chat(asked[-2]), True)) + 4 > 64
+
+
+def spy(real: Callable, calls: list) -> Callable:
+    def called(self: LLM, messages: list[dict]) -> list[int]:
+        calls.append([dict(message) for message in messages])
+        return real(self, messages)
+
+    return called
+
+
+def test_a_turn_longer_than_the_context_is_refused_and_nothing_is_lost(run, tiny, monkeypatch):
+    asked = []
+    monkeypatch.setattr(LLM, "chat_ids", spy(LLM.chat_ids, asked))
+    lines = iter(["a", "x" * 65, "b\ud800", "b", ""])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
+    code, _, err = run("chat", "--model", tiny, "--max-tokens", "4")
+    notes = [line for line in err.splitlines() if "tokens/s" not in line]
+    assert code == 0
+    assert len(notes) == 2
+    assert re.fullmatch(
+        r"nanoserve: the prompt has \d+ tokens, the model's context holds 64", notes[0]
+    )
+    assert notes[1].startswith("nanoserve: text is not valid Unicode")
+    assert [message["content"] for message in asked[-1]][::2] == ["a", "b"]
 
 
 def test_end_of_input_ends_a_talk(run, tiny, monkeypatch):
@@ -305,6 +354,103 @@ def test_a_reader_that_leaves_ends_it_without_a_word(endless):
         assert process.process.stderr.read() == b""
 
 
+# a process of its own: streams that are closed, terminals of every kind
+
+
+def shell(line: str, tiny: str, **env: str) -> subprocess.CompletedProcess:
+    """Run a line of sh in which NANOSERVE is the command and TINY a model."""
+    command = f"{sys.executable} -m nanoserve"
+    line = line.replace("NANOSERVE", command).replace("TINY", f"--model {tiny} --max-tokens 4")
+    return subprocess.run(
+        ["sh", "-c", line], capture_output=True, timeout=300, env=os.environ | env
+    )
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "NANOSERVE chat TINY <&-",
+        "NANOSERVE generate he TINY >&-",
+        "NANOSERVE chat hello TINY >&- 2>&-",
+        "NANOSERVE doctor <&- >&- 2>&-",
+        "NANOSERVE --help >&-",
+    ],
+)
+def test_a_closed_stream_is_no_error(line, tiny):
+    done = shell(line, tiny)
+    assert done.returncode == 0, done.stderr
+    assert b"Traceback" not in done.stderr
+    assert b"Error" not in done.stderr
+
+
+def test_a_mistake_keeps_its_exit_code_where_nobody_can_read_of_it(tiny):
+    assert shell("NANOSERVE chat hi --model nope >&- 2>&-", tiny).returncode == 2
+
+
+@pytest.mark.parametrize("command", ["doctor", "generate he TINY", "--help"])
+def test_a_pipe_that_nobody_reads_ends_it_without_a_word(command, tiny):
+    done = shell(f"{{ sleep 0.1; NANOSERVE {command} < /dev/null; echo $? >&2; }} | true", tiny)
+    said = [line for line in done.stderr.decode().splitlines() if "tokens/s" not in line]
+    assert said == ["1"]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_disk_is_one_line(tiny):
+    done = shell("NANOSERVE generate he TINY > /dev/full", tiny)
+    assert done.returncode == 2
+    assert done.stderr == b"nanoserve: [Errno 28] No space left on device\n"
+
+
+@pytest.mark.parametrize(
+    ("encoding", "shown"),
+    [("ascii", b"h?"), ("latin-1", b"h\xe9"), ("utf-8", "hé".encode())],
+)
+def test_a_terminal_of_any_encoding_is_written_to(encoding, shown, tiny):
+    done = shell("NANOSERVE generate 'h\u00e9\u4eac' TINY", tiny, PYTHONIOENCODING=encoding)
+    assert done.returncode == 0, done.stderr
+    kanji = "京".encode() if encoding == "utf-8" else b"?"
+    assert done.stdout.startswith(shown + kanji)
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+def test_input_of_any_encoding_is_read(encoding, tiny):
+    line = r"printf 'h\303\251\377\n\n' | NANOSERVE chat TINY"
+    done = shell(line, tiny, PYTHONIOENCODING=encoding)
+    assert (done.returncode, done.stdout.count(b"> ")) == (0, 2)
+    assert b"tokens/s" in done.stderr
+    assert b"nanoserve:" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("env", "coloured"),
+    [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)],
+)
+def test_colour_is_for_terminals_that_want_it(env, coloured, tiny):
+    pty = pytest.importorskip("pty")
+    ours, theirs = pty.openpty()
+    environment = {k: v for k, v in os.environ.items() if k != "NO_COLOR"} | {"TERM": "xterm"} | env
+    command = [sys.executable, "-m", "nanoserve", "generate", "he", "--model", tiny]
+    process = subprocess.Popen(
+        [*command, "--max-tokens", "2"], stdin=theirs, stdout=theirs, stderr=theirs, env=environment
+    )
+    os.close(theirs)
+    seen = b""
+    try:
+        while piece := os.read(ours, 4096):
+            seen += piece
+    except OSError:  # how a Linux pty ends
+        pass
+    assert process.wait(60) == 0
+    os.close(ours)
+    assert b"tokens/s" in seen
+    assert (b"\x1b[" in seen) == coloured
+
+
+def test_the_version_is_the_packages(run):
+    assert run("--version") == (0, f"nanoserve {nanoserve.__version__}\n", "")
+    assert metadata.version("nanoserve") == nanoserve.__version__
+
+
 # doctor
 
 
@@ -329,9 +475,24 @@ def test_doctor_works_where_there_is_nothing(run, monkeypatch, tmp_path):
     monkeypatch.setattr("nanoserve.bench.machine.metadata.version", _missing)
     code, out, err = run("doctor")
     assert (code, err) == (0, "")
-    assert "not there or not whole: run `nanoserve fetch`" in out
+    assert "SmolLM2-135M-Instruct is not there: run `nanoserve fetch`" in out
     assert out.count("not installed") == 7
     assert not (tmp_path / "none").exists()
+
+
+def test_doctor_names_the_fault_of_a_model_that_is_not_whole(run, monkeypatch, tmp_path):
+    monkeypatch.setenv("NANOSERVE_CACHE", str(tmp_path))
+    folder = fetch_module.model_folder()
+    folder.mkdir()
+    (folder / fetch_module.MANIFEST).write_text('{"config.json": 5}')
+    assert "config.json is missing: run `nanoserve fetch`" in run("doctor")[1]
+    file = folder / "config.json"
+    file.write_text("{}")
+    assert "config.json has 2 bytes instead of 5: run `nanoserve fetch`" in run("doctor")[1]
+    with denied(file):
+        code, out, _ = run("doctor")
+    assert code == 0
+    assert "config.json is there, but cannot be read: Permission denied" in out
 
 
 def best_device() -> str:

@@ -54,7 +54,7 @@ class Answer:
 
 
 def keep(day: int, exercise: Exercise, answer: Callable) -> str:
-    """Note that an answer passed and save its source; the sentence that says what was done.
+    """Store that an answer passed, and save its source; returns a sentence that says so.
 
     The saved copy is loaded again and must pass the check itself before it counts as saved.
     """

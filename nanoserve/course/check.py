@@ -1,4 +1,4 @@
-"""Checking an answer: every case is run, and whatever happens becomes a row of one table."""
+"""Checking an answer: every case runs, and its result becomes a row of one table."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Report:
     name: str
     rows: list[Row]
     status: str
-    note: str = ""  # what became of a passed answer; a second line under the heading
+    note: str = ""  # whether a passed answer is saved; a second line under the heading
     source: str = ""  # of the answer, where it is found
 
     @property

@@ -76,7 +76,7 @@ _ROWS = (
      "You write attention through the slot mapping: the oracle of every kernel."),
     ("fused_read", "The fused read", 5, 2, (18,),
      "You let the cache compute attention, with one branch in gqa_attention."),
-    ("attention_benchmark", "A number on the wall", 5, 2, (19,),
+    ("read_benchmark", "A number on the wall", 5, 2, (19,),
      "You time the gathered and the fused code path, from 16 to 4,096 tokens."),
     ("tlsim_grid", "A grid of programs", 6, 2, (16,),
      "You write a first kernel as a grid of programs. tlsim, a model of Triton in torch, runs it."),

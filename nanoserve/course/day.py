@@ -31,7 +31,7 @@ def day(number: int | str) -> Day:
 
 
 class Day:
-    """A day's workbench. A learner's mistake is told in one output; it is never raised."""
+    """A day's workbench. A learner's mistake is shown in one output, never raised."""
 
     def __init__(self, number: int | str) -> None:
         self.info = find(number)
@@ -51,7 +51,8 @@ class Day:
         and `mine()` can run the engine with it.
         """
         wanted = name or getattr(answer, "__name__", None)
-        exercise = next((e for e in self.exercises if wanted in e.names), None)
+        named = sorted(self.exercises, key=lambda e: e.name != wanted)  # a former name comes second
+        exercise = next((e for e in named if wanted in e.names), None)
         if exercise is None:
             names = ", ".join(e.name for e in self.exercises) or "none"
             asked = wanted or short(answer)

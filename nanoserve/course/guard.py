@@ -1,4 +1,4 @@
-"""Running somebody's code so that whatever it does comes back as an `Outcome`."""
+"""Run code that may do anything, and return what it did as an `Outcome`."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ class Outcome:
 
 
 class TimeLimit(BaseException):
-    """Raised inside code that ran too long; no Exception, so that `except Exception` lets it by."""
+    """Raised inside code that ran too long. `except Exception` does not catch it."""
 
 
 def guarded(call: Callable[[], Any], limit: float = 10.0, files: tuple[str, ...] = ()) -> Outcome:
-    """Run call() for at most `limit` seconds, capturing prints; only KeyboardInterrupt gets out.
+    """Run call() for at most `limit` seconds, capturing prints; raises only KeyboardInterrupt.
 
-    On the main thread of a Unix process a timer stops the call, also one that swallows exceptions.
-    Elsewhere the call runs in a daemon thread, and `stopped` says whether it ended when asked to.
-    Random numbers are the same in every call, and the caller's own stream is left alone.
+    On the main thread of a Unix process a timer stops the call, even if it catches all exceptions.
+    Elsewhere the call runs in a daemon thread; `stopped` is False where that could not be stopped.
+    The random seed is the same in every call, and the caller's random state does not change.
     `files` are the file names whose lines count as the answer's own.
     """
     prints = _Prints()
@@ -89,7 +89,7 @@ def own_line(error: BaseException, files: tuple[str, ...]) -> str:
 
 
 class _Prints(io.TextIOBase):
-    """Keeps the first KEEP characters, however much is printed."""
+    """Stores the first KEEP characters of what is printed."""
 
     def __init__(self) -> None:
         self.kept, self.cut = "", False
@@ -121,8 +121,8 @@ def _run(call: Callable[[], Any]) -> Outcome:
 def _by_alarm(call: Callable[[], Any], limit: float) -> Outcome:
     """A repeating timer raises TimeLimit in the call.
 
-    Code that swallows it (a bare `except:` in a loop) is on its way round the loop then: a trace
-    raises once more, one line later with each attempt, until a line outside every `try` is hit.
+    A bare `except:` in a loop catches it, and the loop goes on. So a trace raises it again, one
+    line later with each attempt, until that line is outside every `try`.
     """
     active, attempts = True, 0
 
@@ -155,7 +155,7 @@ def _by_alarm(call: Callable[[], Any], limit: float) -> Outcome:
 
 
 def _trace(frame: Any, stop: Any, skip: int) -> None:
-    """Raise TimeLimit after `skip` more lines, in `frame`, callers below `stop` or new calls."""
+    """Raise TimeLimit after `skip` more lines: in `frame`, its callers up to `stop`, new calls."""
 
     def tracer(_frame: Any, event: str, _arg: Any) -> Any:
         nonlocal skip
@@ -193,7 +193,7 @@ def _by_thread(call: Callable[[], Any], limit: float) -> Outcome:
 
 
 def _stop(thread: threading.Thread) -> bool:
-    """Ask a thread to end, for about a second; whether it did."""
+    """Raise TimeLimit in a thread, for about a second; returns whether the thread has ended."""
     for _ in range(30):
         if not thread.is_alive():
             break

@@ -1,4 +1,4 @@
-"""The source of an answer, with all that it uses, as a module that stands on its own."""
+"""The source of an answer, with everything it uses, as a complete module."""
 
 from __future__ import annotations
 import __future__

@@ -351,7 +351,8 @@ assert 2 < growth < 60
 # If the time depended on this arithmetic alone, it would follow the dashed line. The line is drawn
 # through the last point.
 
-# %%
+# %% jupyter={"source_hidden": true}
+# Draws the plot: the time of the next token, by the length of the text
 from nanoserve.course.plots import COLOURS, figure, label_line, line, log2_axis, prediction_marker
 
 fig, ax = figure(xlabel="tokens of text", ylabel="milliseconds for the next token")

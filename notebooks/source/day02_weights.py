@@ -59,7 +59,7 @@ today.picture("weights-are-names")
 
 # %%
 from nanoserve.fetch import gguf_path, model_folder, resolve
-from nanoserve.gguf_file import gguf_config, open_gguf
+from nanoserve.gguf_file import check_readable, gguf_config, open_gguf
 
 resolve("smollm2")  # brings the model if this is your first day
 path, folder = gguf_path(), model_folder()
@@ -91,8 +91,11 @@ for tensor in tensors[:7]:
 
 # %%
 import json
+import reprlib
+import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 # %% jupyter={"source_hidden": true}
 # lands in nanoserve/config.py: FAMILIES, UnsupportedModel, Llama3Scaling, ModelConfig
@@ -143,14 +146,120 @@ class ModelConfig:
 
 
 # %% [markdown]
-# Parsing is no exercise: **you may leave the next folded cells closed.** They have one rule: the
-# engine **refuses by name** whatever it cannot do. If it ignored a sliding window, or an unknown
-# way of scaling positions, nothing would crash, but it would run another model than the one that
-# was trained.
+# Parsing is no exercise: **you may leave the next two folded cells closed.** They follow one rule: the
+# engine **refuses by name** whatever it cannot do. If it ignored a sliding window, or an unknown way
+# of scaling positions, nothing would crash, but it would run another model than the one that was
+# trained. `Fields` checks the type and the range of each field. `parse_config` builds the config from
+# them, and refuses options that the engine lacks and fields that contradict each other.
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/config.py: parse_config, _refuse, _rope, _ids
+# lands in nanoserve/config.py: Fields, _is_int, read_json
+class Fields:
+    """The fields of one JSON object. Each method checks type and range and returns the value.
+
+    A ValueError names the file, the field and the value. `null` is a wrong type, unless a method
+    says otherwise; `true` and `false` are not numbers.
+    """
+
+    def __init__(self, values: dict, file: str, prefix: str = "") -> None:
+        self.values, self.file, self.prefix = values, file, prefix
+
+    def wrong(self, key: str, problem: str) -> ValueError:
+        """The error for a field whose value the file may not have."""
+        return ValueError(f"{self.file}: {self.prefix}{key} {problem}")
+
+    def unsupported(self, key: str, supported: str) -> UnsupportedModel:
+        """The error for a field whose value is valid elsewhere, but not in this engine."""
+        value = reprlib.repr(self.values[key])
+        return UnsupportedModel(
+            f"{self.file}: {self.prefix}{key} {value} is not supported; supported: {supported}"
+        )
+
+    def size(self, key: str, default: int | None = None, high: int = 2**31 - 1) -> int:
+        """An integer from 1 to high. Without a default the field is required."""
+        value = self.values.get(key, default)
+        if not _is_int(value) or not 1 <= value <= high:
+            limit = "a positive integer" if not _is_int(value) or value < 1 else f"at most {high}"
+            raise self.wrong(key, f"must be {limit}, got {self._got(key, value)}")
+        return value
+
+    def number(
+        self, key: str, default: float | None = None, high: float = sys.float_info.max
+    ) -> float:
+        """A number above 0 and below high, as a float. Without a default the field is required."""
+        value = self.values.get(key, default)
+        plain = isinstance(value, int | float) and not isinstance(value, bool)
+        if not plain or not 0 < value < high:  # NaN is neither
+            limit = "a finite number above 0" if high > 1 else f"a number above 0 and below {high}"
+            raise self.wrong(key, f"must be {limit}, got {self._got(key, value)}")
+        return float(value)
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        """`true` or `false`."""
+        value = self.values.get(key, default)
+        if not isinstance(value, bool):
+            raise self.wrong(key, f"must be true or false, got {reprlib.repr(value)}")
+        return value
+
+    def token_ids(self, key: str, vocab_size: int, several: bool = True) -> tuple[int, ...]:
+        """One token id, a list of them where `several`, or none (absent or null)."""
+        value = self.values.get(key)
+        ids = value if several and isinstance(value, list) else [] if value is None else [value]
+        if not all(_is_int(i) and 0 <= i < vocab_size for i in ids):
+            raise self.wrong(
+                key,
+                f"must be {'token ids' if several else 'a token id'} from 0 to {vocab_size - 1}, "
+                f"got {reprlib.repr(value)}",
+            )
+        return tuple(ids)
+
+    def _got(self, key: str, value: Any) -> str:
+        return reprlib.repr(value) if key in self.values else "nothing"
+
+    def inner(self, key: str) -> "Fields | None":
+        """The object under a key; None where the field is absent, null or empty."""
+        value = self.values.get(key)
+        if value is not None and not isinstance(value, dict):
+            raise self.wrong(key, f"must be an object or null, got {reprlib.repr(value)}")
+        return Fields(value, self.file, f"{self.prefix}{key}.") if value else None
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def read_json(path: Path) -> dict:
+    """The object in a JSON file. Raises ValueError, naming file and reason, if there is none."""
+    check_readable(path)
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, a number of 5,000 digits
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is not valid JSON: its content is not an object")
+    return content
+
+
+# %% jupyter={"source_hidden": true}
+# lands in nanoserve/config.py: load_config, parse_config
+def load_config(path: Path) -> ModelConfig:
+    """Read the config of a folder in the Hugging Face layout, or of a .gguf file.
+
+    Reads no weight. Raises UnsupportedModel for an option that the engine lacks, and ValueError for
+    a file that is missing or no JSON and for a field that is missing, wrong or contradicts another.
+    """
+    if path.suffix == ".gguf":
+        return parse_config(gguf_config(path), file=str(path))
+    config, generation = path / "config.json", path / "generation_config.json"
+    return parse_config(
+        read_json(config),
+        read_json(generation) if generation.exists() else None,
+        str(config),
+        str(generation),
+    )
+
+
 def parse_config(
     hf: dict,
     generation: dict | None = None,
@@ -203,26 +312,71 @@ def parse_config(
     )
 
 
-def _refuse(hf: dict, family: str) -> None:
-    """Raise UnsupportedModel for an option that would silently change what the model computes."""
-    if hf.get("hidden_act", "silu") != "silu":
-        raise UnsupportedModel(f"hidden_act {hf['hidden_act']!r} is not supported; supported: silu")
-    if hf.get("mlp_bias"):
-        raise UnsupportedModel("mlp_bias is not supported")
-    if hf.get("quantization_config"):
-        method = hf["quantization_config"].get("quant_method", "unnamed")
-        raise UnsupportedModel(
-            f"quantization_config ({method}) is not supported; use float weights"
+def _check_options(fields: Fields, family: str) -> None:
+    """Raise UnsupportedModel for an option that changes what the model computes."""
+    values = fields.values
+    if values.get("hidden_act", "silu") != "silu":
+        raise fields.unsupported("hidden_act", "silu")
+    if family == "llama" and fields.flag("mlp_bias"):
+        raise fields.unsupported("mlp_bias", "false")
+    if values.get("quantization_config") is not None:
+        raise fields.unsupported("quantization_config", "null")
+    if values.get("per_layer_config") not in (None, {}):
+        raise fields.unsupported("per_layer_config", "null")
+
+
+def _check_windows(fields: Fields, family: str, num_layers: int) -> None:
+    """Raise UnsupportedModel unless every layer attends to the whole sequence.
+
+    Mistral applies sliding_window whenever it is not null, and ignores use_sliding_window. Qwen
+    applies it with use_sliding_window, to the layers from max_window_layers on, or to those that
+    layer_types names. Llama has no window, but transformers' KV cache applies one all the same.
+    """
+    values, kinds = fields.values, fields.values.get("layer_types")
+    if family == "mistral" and "layer_types" in values:
+        raise fields.unsupported("layer_types", "no such field (transformers reads a Ministral)")
+    if kinds is not None:
+        if not isinstance(kinds, list) or len(kinds) != num_layers:
+            raise fields.wrong(
+                "layer_types",
+                f"must be null or a list of {num_layers} names, got {reprlib.repr(kinds)}",
+            )
+        if any(kind != "full_attention" for kind in kinds):
+            raise fields.unsupported("layer_types", "full_attention in every layer")
+    window = values.get("sliding_window", None if family == "llama" else 4096)
+    if window is not None and not _is_int(window):
+        raise fields.wrong("sliding_window", f"must be an integer or null, got {window!r:.40}")
+    if family in ("qwen2", "qwen3"):
+        first = values.get("max_window_layers", 28)
+        if not _is_int(first):
+            raise fields.wrong("max_window_layers", f"must be an integer, got {first!r:.40}")
+        if not fields.flag("use_sliding_window") or kinds is not None or first >= num_layers:
+            return
+    if window is not None:
+        raise Fields({"sliding_window": window}, fields.file).unsupported(
+            "sliding_window", "attention to the whole sequence"
         )
-    window = hf.get("sliding_window", 4096)  # transformers' own default, where it is switched on
-    if window is not None and hf.get("use_sliding_window", family == "mistral"):
-        raise UnsupportedModel(f"sliding_window {window} is not supported; supported: none")
-    unusual = sorted(set(hf.get("layer_types") or ()) - {"full_attention"})
-    if unusual:
-        raise UnsupportedModel(f"layer_types {', '.join(unusual)} are not supported")
-    rotated = (hf | (hf.get("rope_parameters") or {})).get("partial_rotary_factor", 1.0)
-    if rotated != 1.0:
-        raise UnsupportedModel(f"partial_rotary_factor {rotated} is not supported; supported: 1.0")
+
+
+def _heads(fields: Fields, family: str) -> tuple[int, int, int]:
+    """Query heads, KV heads and head_dim."""
+    values, hidden = fields.values, fields.size("hidden_size")
+    n_q = fields.size("num_attention_heads")
+    kv_null = values.get("num_key_value_heads", ...) is None and family != "mistral"
+    kv_absent = {"llama": n_q, "mistral": 8, "qwen2": 32, "qwen3": 32}[family]
+    n_kv = n_q if kv_null else fields.size("num_key_value_heads", kv_absent)
+    if n_q % n_kv:
+        raise fields.wrong(
+            "num_key_value_heads", f"{n_kv} cannot share num_attention_heads {n_q} evenly"
+        )
+    null = family in ("llama", "mistral") and values.get("head_dim", ...) is None
+    derived = null or ("head_dim" not in values and family != "qwen3")
+    if hidden % n_q and (derived or family == "llama"):
+        raise fields.wrong("hidden_size", f"{hidden} is no multiple of num_attention_heads {n_q}")
+    head_dim = hidden // n_q if derived else fields.size("head_dim", 128)
+    if head_dim % 2:
+        raise fields.wrong("head_dim", f"must be even for RoPE, got {head_dim}")
+    return n_q, n_kv, head_dim
 
 
 def _rope(fields: Fields) -> tuple[float, Llama3Scaling | None]:
@@ -241,42 +395,48 @@ def _rope(fields: Fields) -> tuple[float, Llama3Scaling | None]:
     return meanings[0] if meanings else (theta, None)
 
 
-def _ids(value: int | list[int] | None) -> tuple[int, ...]:
-    """One id, several, or none, as a tuple."""
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, int) else tuple(value)
-
-
-# %% jupyter={"source_hidden": true}
-# lands in nanoserve/config.py: load_config, read_json
-def load_config(path: Path) -> ModelConfig:
-    """Read the config of a folder in the Hugging Face layout, or of a .gguf file.
-
-    Reads no weight. Raises UnsupportedModel for an option that the engine lacks, and ValueError for
-    a file that is missing or no JSON and for a field that is missing, wrong or contradicts another.
-    """
-    if path.suffix == ".gguf":
-        return parse_config(gguf_config(path), file=str(path))
-    config, generation = path / "config.json", path / "generation_config.json"
-    return parse_config(
-        read_json(config),
-        read_json(generation) if generation.exists() else None,
-        str(config),
-        str(generation),
+def _rope_object(rope: Fields, outer: Fields) -> tuple[float, Llama3Scaling | None]:
+    """Theta and scaling of the object rope_scaling or rope_parameters, which lies in `outer`."""
+    kind = rope.values.get("rope_type", rope.values.get("type", "default"))
+    if kind not in ("default", "llama3"):
+        raise UnsupportedModel(
+            f"{rope.file}: {rope.prefix}rope_type {reprlib.repr(kind)} is not supported; "
+            "supported: default, llama3"
+        )
+    if rope.values.get("type", kind) != kind:
+        raise rope.wrong("type", f"contradicts rope_type {kind!r}")
+    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+    if kind == "llama3":
+        known |= {"factor", "low_freq_factor", "high_freq_factor"}
+        known |= {"original_max_position_embeddings"}
+    for key in sorted(rope.values.keys() - known):
+        raise UnsupportedModel(
+            f"{rope.file}: {rope.prefix}{reprlib.repr(key)[1:-1]} is not supported "
+            f"with rope_type {kind}"
+        )
+    if rope.values.get("partial_rotary_factor", 1) != 1:
+        raise rope.unsupported("partial_rotary_factor", "1.0")
+    theta = rope.number("rope_theta", outer.number("rope_theta", 10_000.0))
+    if outer.values.get("rope_theta", theta) != theta:
+        raise rope.wrong(
+            "rope_theta", f"{theta:g} contradicts rope_theta {outer.values['rope_theta']:g}"
+        )
+    if kind == "default":
+        return theta, None
+    scaling = Llama3Scaling(
+        factor=rope.number("factor"),
+        low_freq_factor=rope.number("low_freq_factor"),
+        high_freq_factor=rope.number("high_freq_factor"),
+        original_context=rope.size("original_max_position_embeddings"),
     )
-
-
-def read_json(path: Path) -> dict:
-    """The object in a JSON file. Raises ValueError, naming file and reason, if there is none."""
-    check_readable(path)
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, a number of 5,000 digits
-        raise ValueError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} is not valid JSON: its content is not an object")
-    return content
+    if scaling.factor < 1:
+        raise rope.wrong("factor", f"must be at least 1, got {scaling.factor:g}")
+    if scaling.high_freq_factor <= scaling.low_freq_factor:
+        raise rope.wrong("high_freq_factor", "must be above low_freq_factor")
+    key = "original_max_position_embeddings"
+    if outer.values.get(key, scaling.original_context) != scaling.original_context:
+        raise rope.wrong(key, f"contradicts {key} outside of the object")
+    return theta, scaling
 
 
 # %%
@@ -285,7 +445,7 @@ print(config)
 
 # %% [markdown]
 # The folder beside the file holds the same model in the Hugging Face layout: `config.json`,
-# `model.safetensors` and the tokenizer. Both configs are equal. The last two lines show configs
+# `model.safetensors` and the tokenizer. Both configs are equal. The last three lines show configs
 # that the engine refuses:
 
 
@@ -301,6 +461,7 @@ def told(call):
 print(load_config(folder) == config)
 told(lambda: parse_config({"model_type": "gpt2"}))
 told(lambda: parse_config(gguf_config(path) | {"rope_scaling": {"rope_type": "yarn"}}))
+told(lambda: parse_config(gguf_config(path) | {"rms_norm_eps": None}))
 
 # %% [markdown]
 # ## Names
@@ -581,7 +742,8 @@ low, high, used = block.min(), block.max(), block.unique()
 step = used.diff().min()
 print(f"{low:.3f} to {high:.3f} in steps of {step:.3f}; {len(used)} of 16 levels are in use")
 
-# %%
+# %% jupyter={"source_hidden": true}
+# Draws the plot: 32 weights on 16 levels
 levels = [low + q * step for q in range(16)]
 fig, ax = figure(xlabel="weight in the block", ylabel="value", title="32 weights on 16 levels")
 ax.hlines(levels, -0.6, 31.6, color=COLOURS["grid"], linewidth=1.2)
@@ -657,7 +819,7 @@ print(unpermute(in_file, n_heads=1).tolist())
 from collections.abc import Callable
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/weights.py: FLOATS, StoredTensor, check_shapes
+# lands in nanoserve/weights.py: FLOATS, StoredTensor, check_shapes, list_gguf
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -686,8 +848,6 @@ def check_shapes(stored: dict[str, StoredTensor], expected: dict[str, tuple[int,
             )
 
 
-# %% jupyter={"source_hidden": true}
-# lands in nanoserve/weights.py: list_gguf
 def list_gguf(path: Path, config: ModelConfig) -> dict[str, StoredTensor]:
     """The tensors of a GGUF file under their Hugging Face names, dequantised as they are read.
 
@@ -719,7 +879,7 @@ def list_gguf(path: Path, config: ModelConfig) -> dict[str, StoredTensor]:
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/weights.py: list_safetensors
+# lands in nanoserve/weights.py: list_safetensors, load_weights
 def list_safetensors(folder: Path) -> dict[str, StoredTensor]:
     """The tensors of model.safetensors, or of the shards in model.safetensors.index.json."""
     from safetensors import SafetensorError, safe_open
@@ -756,8 +916,6 @@ def list_safetensors(folder: Path) -> dict[str, StoredTensor]:
     return stored
 
 
-# %% jupyter={"source_hidden": true}
-# lands in nanoserve/weights.py: load_weights
 def load_weights(
     path: Path,
     config: ModelConfig,

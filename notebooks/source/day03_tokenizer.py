@@ -237,15 +237,17 @@ for word in ["Hello", " gravity", " ☕"]:
 
 # %%
 import codecs
+import threading
 from collections.abc import Sequence
 from datetime import datetime
 from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 
 import tokenizers
 
 from nanoserve.config import read_json
-from nanoserve.gguf_file import gguf_tokenizer
+from nanoserve.gguf_file import check_readable, gguf_tokenizer
 
 
 # %% jupyter={"source_hidden": true}
@@ -329,7 +331,7 @@ class Tokenizer(Tokenizer):
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/tokenizer.py: load_tokenizer, _read_folder
+# lands in nanoserve/tokenizer.py: load_tokenizer, _read_folder, _read_text
 def load_tokenizer(source: str | Path = "smollm2") -> Tokenizer:
     """The tokenizer of "smollm2", a folder in the Hugging Face layout, a .gguf file or a hub id.
 
@@ -363,11 +365,19 @@ def _read_folder(folder: Path) -> tuple[str, dict]:
     return _read_text(file), config
 
 
+def _read_text(file: Path) -> str:
+    check_readable(file)
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not UTF-8: {error}") from None
+
+
 # %% [markdown]
 # Two things to know:
 #
-# - `__init__` keeps the tokenizer twice, once with and once without its special tokens. The section
-#   "A command, or characters that look like one" says why.
+# - `encode` switches the parsing of special tokens on or off, under a lock, since two threads may
+#   encode at once. The section "A command, or characters that look like one" says why.
 # - `token_bytes` gives the bytes of one id. `decode` joins the bytes of all ids *before* it makes text
 #   of them. Text made token by token would break the cup.
 
@@ -533,8 +543,9 @@ print(rendered)
 # The template added a system message, and the text ends where the assistant begins to speak: the
 # model's answer is what comes next. Without this frame a model may continue the question instead.
 #
-# (`prefix_ids` is what some checkpoints put before plain text: a **BOS** token, for "beginning of
-# sequence". Llama needs it. SmolLM2 does not, so here the list is empty.)
+# (Some checkpoints put a **BOS** token, for "beginning of sequence", before plain text. Their
+# tokenizer.json says so, and `prefix_ids` returns the token. Llama has one. SmolLM2 has none, so
+# here the list is empty.)
 
 # %%
 ids = tokenizer.encode(rendered, parse_special=True)
@@ -743,7 +754,8 @@ ratios = {language: count / counts["English"] for language, count in counts.item
 print(f"English: {counts['English']} tokens, Japanese: {counts['Japanese']}")
 print(f"times as many: {ratios['Japanese']:.1f}; your guess: {today.guess_text('japanese')}")
 
-# %%
+# %% jupyter={"source_hidden": true}
+# Draws the plot: One article of law in seven languages
 from nanoserve.course import plots
 
 ylabel = "tokens, as a multiple of English"

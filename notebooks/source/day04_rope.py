@@ -98,7 +98,8 @@ print(f"about {round(first[15] / first[0], -3):,.0f} times for the first token o
 largest = seen["model.layers.12.input_layernorm"].input[0, 0].abs().max()
 print("a number of the first token, entering layer 12, is above 20,000:", bool(largest > 20_000))
 
-# %%
+# %% jupyter={"source_hidden": true}
+# Draws the plot: the root mean square of what enters each layer
 fig, ax = figure(height=3.2, xlabel="layer", ylabel="root mean square, entering it")
 layers = list(range(config.num_layers))
 for name, values, where in (("first token", first, "above"), ("other tokens", others, "below")):
@@ -355,15 +356,16 @@ scaled = rope_frequencies(parse_config(llama))
 theirs = LlamaRotaryEmbedding(LlamaConfig(**llama)).inv_freq
 print("within a millionth part:", float((scaled / theirs - 1).abs().max()) < 1e-6)
 
-# %%
+# %% jupyter={"source_hidden": true}
+# Draws the plot: the frequencies after scaling, by wavelength
 plain = 500_000.0 ** (-torch.arange(32) / 32)
 waves, ratio = (2 * math.pi / plain).tolist(), (scaled / plain).tolist()
 fig, ax = figure(height=3, xlabel="wavelength before scaling, in tokens", ylabel="new / old")
 ax.plot(waves, ratio, color=COLOURS["engine"], marker="o")
 ax.set_xscale("log")
-for edge, name in ((8_192 / 4, "4 turns"), (8_192, "1 turn")):
+for edge, name, side in ((8_192 / 4, "4 turns ", "right"), (8_192, " 1 turn", "left")):
     ax.axvline(edge, color=COLOURS["muted"], linewidth=1, linestyle=":")
-    ax.text(edge * 1.06, 0.55 if edge > 8_000 else 0.15, name, color=COLOURS["muted"])
+    ax.text(edge, 0.5, name, color=COLOURS["muted"], ha=side)
 label_line(ax, waves[5], 1, "kept", COLOURS["engine"], "below")
 label_line(ax, waves[26], ratio[26], "32 times slower", COLOURS["engine"], "above")
 fig
@@ -437,7 +439,8 @@ print("this query and key score highest at distance", int(starts[0].argmax()))
 other = apply_rope(q[0, 6, 6].expand(64, -1), cos[distance], sin[distance]) @ k[0, 2, 4]
 print("query head 6 of the same token scores highest at distance", int(other.argmax()))
 
-# %%
+# %% jupyter={"source_hidden": true}
+# Draws the plot: score of every pair of positions
 fig, (left, right) = figure(height=3.4, panels=2)
 left.imshow(table, origin="lower", cmap="cividis")
 left.set(xlabel="position of the query", ylabel="position of the key")
@@ -488,7 +491,8 @@ wrong_scores = score(here, here - distance, cos16.float(), sin16.float())
 print("different scores among 128 keys, float32 tables:", right_scores.unique().numel() > 100)
 print("with bfloat16 tables:", wrong_scores.unique().numel())
 
-# %%
+# %% jupyter={"source_hidden": true}
+# Draws the plot: how far bfloat16 moves a position
 from itertools import pairwise
 
 fig, (left, right) = figure(height=3.4, panels=2)

@@ -107,7 +107,8 @@ z = F.linear(x, model.layers[12]["mlp.gate_proj.weight"])
 print(list(x.shape), "->", list(z.shape))
 print(f"gates between -0.3 and 0.3: {(F.silu(z).abs() < 0.3).float().mean():.0%}")
 
-# %%
+# %% jupyter={"source_hidden": true}
+# Draws the plot: silu, and how often each z occurs
 from nanoserve.course.plots import COLOURS, figure, label_line, prediction_marker
 
 fig, ax = figure(xlabel="z, a number of gate x", ylabel="silu(z)")

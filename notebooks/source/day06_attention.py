@@ -422,7 +422,8 @@ print(
     torch.allclose(attention.sum(-1), torch.ones(1)),
 )
 
-# %%
+# %% jupyter={"source_hidden": true}
+# Draws the plot: Head 0 of layers 16 and 23
 from nanoserve.course.exercises.day06 import draw_pattern
 from nanoserve.course.plots import figure
 
@@ -447,7 +448,8 @@ today.widget("pattern", weights=attention, words=words)
 # Now the share of the first token in every layer. (Its own row is left out, since it can only look
 # at itself.)
 
-# %%
+# %% jupyter={"source_hidden": true}
+# Draws the plot: The sink
 from nanoserve.course.plots import COLOURS, label_line, prediction_marker
 
 to_first = attention[:, :, 1:, 0].mean((1, 2))

@@ -289,7 +289,8 @@ print(f"tokens after the first: {growth:.0f} times as long")
 assert 100 < growth < 1_000
 assert others[1] / others[0] > 10 and lengths[12, 0] > 100 * lengths[12, 1:].max()
 
-# %%
+# %% jupyter={"source_hidden": true}
+# Draws the plot: The residual stream
 from nanoserve.course.plots import COLOURS, figure, line, prediction_marker
 
 fig, ax = figure(xlabel="blocks passed", ylabel="length of the vector", title="The residual stream")

@@ -413,7 +413,8 @@ assert firsts.index(" Paris") == 29 and firsts[28] == " capital"
 # " Paris" is first only after the last block; one block before it, " capital" is first. But first
 # place is a coarse measure. Which rank has the model's answer, among 49,152 tokens, after each block?
 
-# %%
+# %% jupyter={"source_hidden": true}
+# Draws the plot: The logit lens
 from nanoserve.course.plots import COLOURS, figure, label_line, prediction_marker
 
 fig, ax = figure(

@@ -290,7 +290,8 @@ if guess := today.guess("lead"):
 print(f"our logits are within 0.001 of the oracle's: {error < 1e-3}")
 assert error < 1e-3 < lead.min() < 0.01
 
-# %%
+# %% jupyter={"source_hidden": true}
+# Draws the plot: How close greedy came to flipping
 from nanoserve.course import plots
 from nanoserve.course.plots import COLOURS
 

@@ -93,7 +93,8 @@ for text in prompts:
 print("your guesses:", today.guess_text("paris"), "and", today.guess_text("story"))
 assert [int((held[text] < 0.9).sum()) + 1 for text in prompts] == [10, 1, 665]
 
-# %%
+# %% jupyter={"source_hidden": true}
+# Draws the plot: How many tokens hold how much
 fig, ax = plots.figure(
     xlabel="tokens, the best first",
     ylabel="probability they hold",
@@ -124,13 +125,14 @@ fig
 # ## What a caller can set
 #
 # `SamplingParams` holds the caller's options. A value that makes no sense raises a ValueError that
-# names the field, so that no option is ignored silently.
+# names the field, so that no option is ignored silently. NumPy's numbers are stored as Python's.
 
 # %%
 import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 
 # %% jupyter={"source_hidden": true}
 # lands in nanoserve/sampling.py: HUGE, SamplingParams, _require
@@ -673,7 +675,8 @@ print(
 )
 assert chi_square < 18.47 and counts[3] == 0
 
-# %%
+# %% jupyter={"source_hidden": true}
+# Draws the plot: 10,000 draws, and what was expected
 fig, ax = plots.figure(
     height=3.2, xlabel="token", ylabel="times drawn", title="10,000 draws, and what was expected"
 )
@@ -693,7 +696,7 @@ fig
 # that have passed. Below the texts it shows how often each was called.
 
 # %%
-from nanoserve import LLM
+from nanoserve import LLM, SamplingParams
 
 llm = LLM("smollm2")
 

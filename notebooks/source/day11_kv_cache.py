@@ -470,7 +470,8 @@ print(f"{faster:.1f} times faster; your guess: {today.guess_text('second')}")
 assert 1.5 < faster < 100
 assert median(without[1:]) > 1.5 * later
 
-# %%
+# %% jupyter={"source_hidden": true}
+# Draws the plot: After 128 tokens of prompt
 from nanoserve.course.plots import COLOURS, figure, line, prediction_marker
 
 fig, ax = figure(xlabel="token written", ylabel="milliseconds", title="After 128 tokens of prompt")

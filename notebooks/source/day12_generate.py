@@ -565,7 +565,8 @@ print(f"first token after {share:.2f} of the time; your guess: {today.guess_text
 assert waits[16][0] < waits[16][-1] / 2
 assert waits[256][0] > 2 * waits[16][0]
 
-# %%
+# %% jupyter={"source_hidden": true}
+# Draws the plot: When the tokens come
 from nanoserve.course.plots import COLOURS, figure, label_line, prediction_marker
 
 fig, ax = figure(height=3.0, xlabel="milliseconds after the request", title="When the tokens come")

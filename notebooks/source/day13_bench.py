@@ -373,7 +373,8 @@ assert speedup[2] > 3
 # `transformers` does the same today for the *first* token after a prompt, so this run gives that curve
 # too.
 
-# %%
+# %% jupyter={"source_hidden": true}
+# Draws the plot: Day 1's curve, and the cache
 from nanoserve.course.plots import COLOURS, figure, label_line, line, log2_axis, prediction_marker
 
 fig, ax = figure(
@@ -427,7 +428,8 @@ print(
 )
 assert all(0 < value < 2 * bandwidth / 1e9 for values in read.values() for value in values)
 
-# %%
+# %% jupyter={"source_hidden": true}
+# Draws the plot: How near the peak bandwidth
 from nanoserve.course.plots import limit_line
 
 fig, ax = figure(
@@ -591,9 +593,8 @@ def sdpa(
         weights = (rows @ k.to(wide).transpose(2, 3)).softmax(dim=-1)
         return (weights @ v.to(wide)).to(q.dtype).view(q.shape)
     q = q * scale  # fewer numbers to scale than scores
-    q = q.reshape(
-        batch * n_kv, n_q // n_kv, query_len, head_dim
-    )  # the query heads of one KV head form a group
+    # the query heads of one KV head form a group
+    q = q.reshape(batch * n_kv, n_q // n_kv, query_len, head_dim)
     k, v = k.flatten(0, 1), v.flatten(0, 1)  # [batch * n_kv, kv_len, head_dim]
     out = torch.empty_like(q)
     # scores of one tile; every tile writes into the same memory, since fresh memory is slow
@@ -670,7 +671,8 @@ print(f"one matmul {took[1_024] * 1e3:.0f} ms, tiles of 128 {took[128] * 1e3:.0f
 print(f"{took[1_024] / took[128]:.1f} times faster; your guess: {today.guess_text('tiles')}")
 assert took[128] < took[1_024]
 
-# %%
+# %% jupyter={"source_hidden": true}
+# Draws the plot: One layer's attention, 1,024 tokens
 fig, ax = figure(
     xlabel="queries in a tile", ylabel="milliseconds", title="One layer's attention, 1,024 tokens"
 )

@@ -378,7 +378,8 @@ for name, number in slots.items():
 print("your guesses, in per cent:", today.guess_text("strip"), "and", today.guess_text("blocks"))
 assert waste(slots["blocks of 16"]) < 3 < 20 < waste(slots["a strip that doubles"])
 
-# %%
+# %% jupyter={"source_hidden": true}
+# Draws the plot: 200 requests: reserved and used
 from nanoserve.course.plots import COLOURS, figure, label_line, line, log2_axis, prediction_marker
 
 fig, ax = figure(xlabel="GB of keys and values", title="200 requests: reserved and used")
@@ -417,7 +418,8 @@ for size, found, paper in zip(sizes, counted, half_a_block):
         f"blocks of {size:3}: {found:4.1f}% empty, on paper {paper:4.1f}%, {entries:4.1f} a request"
     )
 
-# %%
+# %% jupyter={"source_hidden": true}
+# Draws the plot: Waste against block size
 fig, ax = figure(
     xlabel="slots of a block", ylabel="% of owned slots empty", title="Waste against block size"
 )

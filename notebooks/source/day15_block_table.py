@@ -292,7 +292,8 @@ def in_turns(size, prompts, more):
     ]
 
 
-# %%
+# %% jupyter={"source_hidden": true}
+# Draws the plot: Three texts in one pool
 from nanoserve.course.exercises.day15 import SHADES
 from nanoserve.course.plots import COLOURS, figure, label_line, line, log2_axis, prediction_marker
 

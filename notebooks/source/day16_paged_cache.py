@@ -194,7 +194,8 @@ print("slots: ", cache._slots[:9].tolist())
 # `_write` is called once for each layer of a step, layer 0 first, with this step's `k` and `v`
 # `[1, n_kv, query_len, head_dim]`.
 #
-# 1. A cache holds one sequence: any other batch is a ValueError that says how many came.
+# 1. A cache holds one sequence. For any other batch raise a ValueError that names its size, before
+#    anything changes.
 # 2. After this step the cache holds `end = self.seq_len + query_len` tokens. `self._map(end)` makes sure
 #    that there are slots for them, or raises `KVCacheExhausted`. **Change nothing before that.**
 # 3. Position `p` lies in slot `self._slots[p]`. Write this step's rows into `self.pool.k[layer]` and
@@ -415,7 +416,8 @@ print(f"at 4,096 tokens: {extend[-1]:.0f} µs to extend, {rebuild[-1]:,.0f} µs 
 print(f"{rebuild[-1] / extend[-1]:.0f} times; your guess: {today.guess_text('rebuild')}")
 assert rebuild[-1] > 10 * extend[-1] and extend[-1] < 10 * extend[0]
 
-# %%
+# %% jupyter={"source_hidden": true}
+# Draws the plot: The slots of a decode step
 from nanoserve.course.plots import COLOURS, figure, line, log2_axis, prediction_marker
 
 title = "The slots of a decode step"

@@ -338,7 +338,8 @@ never = serve(KVPool(tiny, num_blocks=8000, block_size=16), requests, give_back=
 print(f"with reuse {max(reused)} blocks at the peak, without {max(never):,}")
 print(f"{max(never) / max(reused):.0f} times fewer; your guess: {today.guess_text('peak')}")
 
-# %%
+# %% jupyter={"source_hidden": true}
+# Draws the plot: Four at a time
 from nanoserve.course.plots import COLOURS, figure, label_line, prediction_marker
 
 fig, ax = figure(xlabel="requests served", ylabel="blocks owned", title="Four at a time")

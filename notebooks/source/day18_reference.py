@@ -306,7 +306,8 @@ assert all(row[torch.float32] < ATOL < 0.1 * row["fault"] for row in measured.va
 assert measured[4_096]["fault"] < tolerance(torch.bfloat16)[0]
 print("float32 noise below ATOL, a missing key ten times above it, at every length")
 
-# %%
+# %% jupyter={"source_hidden": true}
+# Draws the plot: Noise, faults, and the line between them
 from nanoserve.course.plots import COLOURS, figure, label_line, line, log2_axis, prediction_marker
 
 fig, ax = figure(

@@ -406,7 +406,8 @@ cost = ms["paged"][-1] / ms["naive"][-1]
 print(f"{cost:.2f} times as long after 1,024; your guess: {today.guess_text('cost')}")
 assert 0.3 < cost < 6
 
-# %%
+# %% jupyter={"source_hidden": true}
+# Draws the plot: A step, by its cache
 from nanoserve.course.plots import COLOURS, figure, line, log2_axis, prediction_marker
 
 fig, ax = figure(

@@ -331,7 +331,8 @@ print(f"fused is {gain:.2f} times as fast at 4,096; your guess: {today.guess_tex
 assert 0.2 < gain < 5
 assert all(0 < row.bytes_per_second < 3 * peak for results in rows.values() for row in results)
 
-# %%
+# %% jupyter={"source_hidden": true}
+# Draws the plot: one layer's attention, by tokens in the cache
 from nanoserve.course.plots import COLOURS, figure, label_line, line, log2_axis, prediction_marker
 
 fig, axes = figure(
@@ -400,7 +401,8 @@ parts["floor"] = once / peak
 print(", ".join(f"{name} {seconds * 1e3:.1f} ms" for name, seconds in parts.items()))
 assert parts["copy"] < 3 * parts["both"]
 
-# %%
+# %% jupyter={"source_hidden": true}
+# Draws the plot: One layer's attention at 4,096 tokens
 fig, ax = figure(height=2.9, xlabel="milliseconds", title="One layer's attention at 4,096 tokens")
 bars = (
     ("copy and attention", "both", "engine"),

@@ -506,17 +506,17 @@ from typing import Any
 # %% jupyter={"source_hidden": true}
 # lands in nanoserve/kernels/tlsim/grid.py: KernelError, Options, _options, options
 class KernelError(ValueError):
-    """A kernel broke a rule of Triton's or left its memory; the message says where."""
+    """A kernel broke a rule of Triton or left its memory. The message names the kernel's line."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """How kernels are run.
+    """Options of a run.
 
     order   "lockstep": all programs side by side; "serial": one by one, in an order drawn by `seed`
-    checks  whether loads and stores are held to their buffers, and stores to one program each
-    poison  whether reading a NaN is an error too
-    wave    how many programs run side by side at most: a bound on memory, nothing else
+    checks  refuse accesses outside a buffer, and stores of two programs to one address
+    poison  refuse to load a NaN as well
+    wave    the largest number of programs that run side by side; it bounds memory alone
     """
 
     order: str = "lockstep"
@@ -537,7 +537,7 @@ _options: ContextVar[Options] = ContextVar("options")
 
 @contextmanager
 def options(**changes: object) -> Iterator[Options]:
-    """Run the kernels launched within by other Options, named as there."""
+    """Launch kernels with other Options inside a `with` block; arguments are named as there."""
     token = _options.set(replace(_options.get(Options()), **changes))
     try:
         yield _options.get()
@@ -549,17 +549,17 @@ def options(**changes: object) -> Iterator[Options]:
 # lands in nanoserve/kernels/tlsim/grid.py: Wave, _wave, current
 @dataclass
 class Wave:
-    """Programs that run side by side: a part of the grid, whose axes x, y, z lead all values."""
+    """Programs that run side by side: a part of the grid. Values start with its axes x, y, z."""
 
     grid: tuple[int, int, int]
     ids: tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # int32 [x, 1, 1], [1, y, 1], [1, 1, z]
     options: Options
-    writers: dict[tuple[int, int], torch.Tensor]  # who stored to each element, by its buffer
-    active: torch.Tensor | None = None  # [x, y, z], those whose loop goes on; None is all
+    writers: dict[tuple[int, int], torch.Tensor]  # by buffer: who stored to each element
+    active: torch.Tensor | None = None  # [x, y, z], programs still in the loop; None is all
 
     @property
     def programs(self) -> torch.Tensor:
-        """The programs' numbers in the grid, its axis 0 the fastest: int64 [x, y, z]."""
+        """The number of each program in the grid, axis 0 fastest: int64 [x, y, z]."""
         x, y, z = (ids.long() for ids in self.ids)
         return x + self.grid[0] * (y + self.grid[1] * z)
 
@@ -568,7 +568,7 @@ _wave: ContextVar[Wave] = ContextVar("wave")
 
 
 def current() -> Wave:
-    """The programs that are running. Raises KernelError outside a kernel."""
+    """The wave that runs now. Raises KernelError outside a kernel."""
     wave = _wave.get(None)
     if wave is None:
         raise KernelError("this belongs in a kernel: launch one with kernel[grid](...)")
@@ -583,7 +583,7 @@ def current() -> Wave:
 # %% jupyter={"source_hidden": true}
 # lands in nanoserve/kernels/tlsim/grid.py: kernel_line, source_name, fault
 def kernel_line() -> tuple[str, int]:
-    """The file and line of the kernel that is being run: the innermost frame that tlsim built."""
+    """File and line of the running kernel: of the innermost frame that tlsim compiled."""
     frame = sys._getframe(1)
     while frame and "__tlsim__" not in frame.f_globals:
         frame = frame.f_back
@@ -591,12 +591,12 @@ def kernel_line() -> tuple[str, int]:
 
 
 def source_name(file: str) -> str:
-    """A file's name as messages say it: a notebook's cell is "cell", whatever it is kept under."""
+    """A file's name for messages; "cell" for a cell of a notebook."""
     return "cell" if "ipykernel" in file or file.startswith("<") else Path(file).name
 
 
 def fault(what: str, program: int | None = None, lane: tuple[int, ...] = ()) -> KernelError:
-    """The error of a program (its number in the grid) and a lane, with the line they were at."""
+    """A KernelError that names the kernel's line, a program by its number, and a lane."""
     file, line = kernel_line()
     where = f"{source_name(file)}, line {line}"
     if program is not None:
@@ -620,7 +620,7 @@ HALVES = (torch.float16, torch.bfloat16)
 
 
 class Buffer:
-    """The memory behind a tensor argument: its elements from the first to the last it can reach."""
+    """The memory of a tensor argument, flat, from its first element to the last that it reaches."""
 
     def __init__(self, name: str, tensor: torch.Tensor) -> None:
         last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
@@ -647,11 +647,10 @@ class PointerType:
 class Value:
     """A tl.tensor of every program: a number, a block of numbers, or pointers.
 
-    `data` is [x, y, z, *shape], the grid's axes first; an axis of size 1 stands for all places
-    along it, so what is the same in many programs is held, and computed, once. A pointer is a
+    `data` is [x, y, z, *shape], the grid's axes first. An axis of size 1 stands for all indices
+    along it, so that a value that many programs share is stored and computed once. A pointer is a
     buffer and offsets into it, in elements, never an address. With `ramp`, data holds the first
-    lane of the last axis alone, and lane i is that plus i: contiguous by construction, so a load
-    can read whole rows.
+    lane of the last axis alone, and lane i is that lane plus i; a load then reads whole rows.
     """
 
     __slots__ = ("buffer", "data", "ramp", "shape")
@@ -761,11 +760,11 @@ def _division(op: Callable) -> tuple[Callable, Callable]:
 def _quotient(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     if a.is_floating_point():
         raise fault("// is for integers: use / and tl.floor")
-    return torch.div(a, b, rounding_mode="trunc")  # C's rule, not Python's: -7 // 2 is -3
+    return torch.div(a, b, rounding_mode="trunc")  # as in C, and not in Python: -7 // 2 is -3
 
 
 def _comparison(op: Callable) -> Callable:
-    """The method for a comparison. A mask that is true everywhere is held as a single True."""
+    """The method of a comparison. A mask that is true everywhere is stored as one True."""
 
     def compare(a: "Value", b: "Operand") -> "Value":
         mask = combine(op, *paired(a, b))
@@ -839,8 +838,8 @@ Operand = Value | int | float | bool
 
 
 def as_value(x: Operand, beside: Value | None = None) -> Value:
-    """A number as Triton types it: int1, int32 (int64 where that is too small) or float32; or as
-    the value `beside` it is typed, if that is of its kind or a wider one."""
+    """A number in the dtype that Triton gives it: int1, int32 (int64 for a large one) or float32;
+    or in the dtype of `beside`, the other operand, if that has the same kind or a wider one."""
     if isinstance(x, Value):
         return x
     if not isinstance(x, int | float):
@@ -866,8 +865,8 @@ def _kind(dtype: torch.dtype) -> int:
 
 
 def paired(a: Operand, b: Operand) -> tuple[Value, Value]:
-    """Two operands in the dtype that Triton computes in: torch's choice, but for bfloat16 beside
-    anything else, which is float32, or float16 beside that."""
+    """Two operands in the dtype that Triton computes in: torch's choice, except that bfloat16 with
+    float16 gives float16, and bfloat16 with any other dtype gives float32."""
     if not isinstance(a, Value):
         a = as_value(a, b if isinstance(b, Value) else None)
     if not isinstance(b, Value):
@@ -895,13 +894,13 @@ def joint_shape(*shapes: tuple[int, ...]) -> tuple[int, ...]:
 
 @cache
 def broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
-    """Whether a block of a shape can be repeated along axes of size 1 until it has another."""
+    """Whether a block of one shape broadcasts to another shape."""
     pairs = zip(shape[::-1], to[::-1], strict=False)
     return len(shape) <= len(to) and all(n in (1, size) for n, size in pairs)
 
 
 def spread(data: torch.Tensor, rank: int) -> torch.Tensor:
-    """Give data [x, y, z, ...] as many axes behind the grid's as a block of this rank has."""
+    """Give data [x, y, z, ...] axes of size 1 behind the grid's, up to a block's rank."""
     for _ in range(rank + 3 - data.dim()):
         data = data.unsqueeze(3)
     return data
@@ -920,7 +919,7 @@ def combine(op: Callable, *values: Value) -> Value:
 
 
 def _sum(a: Operand, b: Operand) -> Value:
-    """a + b. A pointer stays one, and a ramp, unless what is added differs from lane to lane."""
+    """a + b. A pointer stays a pointer; a ramp stays a ramp where b is the same in all lanes."""
     a, b = paired(a, b)
     buffer = a.buffer or b.buffer
     if buffer and ((a.buffer and b.buffer) or _kind(a.data.dtype) + _kind(b.data.dtype) != 2):
@@ -943,10 +942,10 @@ def _sum(a: Operand, b: Operand) -> Value:
 # %% jupyter={"source_hidden": true}
 # lands in nanoserve/kernels/tlsim/memory.py: load, store, atomic_add, _write
 def load(pointer: Value, mask: Operand | None = None, other: Operand | None = None, **_) -> Value:
-    """tl.load: what lies at the pointers, for lanes whose mask is true; `other` for the rest.
+    """tl.load: the elements at the pointers where the mask is true, and `other` elsewhere.
 
-    Without `other` those hold nothing one may rely on: NaN here, where the dtype has it. Where the
-    last axis is a ramp, rows are read whole. Hints about caches are taken and ignored.
+    Without `other`, those lanes are undefined on a GPU, and NaN here (0 for integers). Where the
+    last axis is a ramp, rows are read whole. Hints about caches are accepted and ignored.
     """
     if other is not None and mask is None:
         raise fault("tl.load takes `other` only with a mask")
@@ -955,7 +954,7 @@ def load(pointer: Value, mask: Operand | None = None, other: Operand | None = No
     width = pointer.shape[-1] if pointer.ramp else 1
     if pointer.ramp and first.min() >= 0 and first.max() <= len(flat) - width:
         data = flat.unfold(0, width, 1)[first.squeeze(-1)]  # every window of `width`, by its start
-    elif len(flat):  # lanes that do not take part may point anywhere
+    elif len(flat):  # lanes outside the mask may point anywhere
         data = flat[pointer.lanes.clamp(0, len(flat) - 1)]
     else:
         data = flat.new_zeros(())
@@ -970,14 +969,14 @@ def load(pointer: Value, mask: Operand | None = None, other: Operand | None = No
 
 
 def store(pointer: Value, value: Operand, mask: Operand | None = None, **_) -> None:
-    """tl.store: put value's lanes where the pointers point, for lanes whose mask is true."""
+    """tl.store: write value's lanes to the pointers where the mask is true."""
     _write("store", pointer, value, mask)
 
 
 def atomic_add(pointer: Value, value: Operand, mask: Operand | None = None, **_) -> None:
-    """tl.atomic_add: add to memory, where other lanes and programs may add as well.
+    """tl.atomic_add: add to memory; lanes and programs may add to the same address.
 
-    Triton gives the old values back; they depend on the order of programs, so tlsim does not.
+    Triton returns the old values. They depend on the order of programs, so tlsim returns None.
     """
     _write("atomic_add", pointer, value, mask)
 
@@ -992,7 +991,7 @@ def _write(kind: str, pointer: Value, value: Operand, mask: Operand | None) -> N
 # %% jupyter={"source_hidden": true}
 # lands in nanoserve/kernels/tlsim/memory.py: _lanes_for, _everywhere, _access
 def _lanes_for(pointer: Value, x: Operand, what: str) -> torch.Tensor:
-    """x's lanes, ready to broadcast to those of the pointer."""
+    """x's lanes, in a shape that broadcasts to the pointer's lanes."""
     x = as_value(x)
     if not broadcasts(x.shape, pointer.shape):
         raise fault(f"{what} of shape {list(x.shape)} for {list(pointer.shape)} pointers")
@@ -1000,7 +999,7 @@ def _lanes_for(pointer: Value, x: Operand, what: str) -> torch.Tensor:
 
 
 def _everywhere(pointer: Value, live: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Offsets and mask written out for every lane of every program: [x, y, z, *shape]."""
+    """Offsets and mask, expanded to every lane of every program: [x, y, z, *shape]."""
     shape = (*current().programs.shape, *pointer.shape)
     live = pointer.data.new_ones((), dtype=torch.bool) if live is None else live
     return pointer.lanes.expand(shape), live.expand(shape)
@@ -1009,7 +1008,7 @@ def _everywhere(pointer: Value, live: torch.Tensor | None) -> tuple[torch.Tensor
 def _access(
     kind: str, pointer: Value, mask: Operand | None
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The mask, and the lanes that take part: those of it in programs still active. None is all."""
+    """(mask, lanes of the mask in active programs); None stands for all lanes."""
     if not isinstance(pointer, Value) or not pointer.buffer:
         raise fault(f"tl.{kind} wants pointers, got {getattr(pointer, 'dtype', pointer)}")
     wave, trace = current(), _trace.get()
@@ -1032,7 +1031,7 @@ def _access(
 # %% jupyter={"source_hidden": true}
 # lands in nanoserve/kernels/tlsim/memory.py: _check, _refuse
 def _check(kind: str, pointer: Value, live: torch.Tensor | None) -> None:
-    """The sanitizer: offsets inside the buffer; no address stored to by two programs."""
+    """Refuse offsets outside the buffer, and stores of two programs to one address."""
     flat, wave = pointer.buffer.flat, current()
     outside = (pointer.lanes < 0) | (pointer.lanes >= len(flat))
     _refuse(outside if live is None else outside & live, pointer, f"{kind}s outside")
@@ -1052,7 +1051,7 @@ def _check(kind: str, pointer: Value, live: torch.Tensor | None) -> None:
 
 
 def _refuse(wrong: torch.Tensor, pointer: Value, deed: str) -> None:
-    """Raise for the first lane that is wrong, if one is."""
+    """Raise an error for the first lane where `wrong` is true."""
     if wrong.any():
         offsets, wrong = _everywhere(pointer, wrong)
         first = tuple(int(i) for i in wrong.nonzero()[0])
@@ -1072,7 +1071,7 @@ def _refuse(wrong: torch.Tensor, pointer: Value, deed: str) -> None:
 # lands in nanoserve/kernels/tlsim/memory.py: Access
 @dataclass(frozen=True)
 class Access:
-    """One load, store or atomic_add of a wave of programs, as a trace keeps it."""
+    """One load, store or atomic_add of a wave of programs, recorded by a trace."""
 
     kind: str
     name: str  # of the argument
@@ -1080,17 +1079,17 @@ class Access:
     itemsize: int
     programs: torch.Tensor  # [programs], their numbers in the grid
     offsets: torch.Tensor  # [programs, *shape], in elements
-    live: torch.Tensor  # [programs, *shape], the lanes that took part
-    coalesced: bool  # neighbouring lanes lie side by side, so that rows move whole
+    live: torch.Tensor  # [programs, *shape], the lanes that were accessed
+    coalesced: bool  # neighbouring lanes have neighbouring offsets: a row is one piece
 
     @property
     def bytes(self) -> int:
-        """What the lanes asked for, counted as often as it was."""
+        """The bytes of all lanes that were accessed; the same address counts each time."""
         return int(self.live.sum()) * self.itemsize
 
     @property
     def rows(self) -> int:
-        """The stretches of neighbouring lanes at neighbouring offsets: 1 per row if coalesced."""
+        """The number of runs of lanes at consecutive offsets: 1 per row if coalesced."""
         offsets, live = self.offsets.flatten(0, -2), self.live.flatten(0, -2)
         joined = live[:, 1:] & live[:, :-1] & (offsets[:, 1:] == offsets[:, :-1] + 1)
         return int(live.sum() - joined.sum())
@@ -1105,16 +1104,16 @@ class Access:
 # lands in nanoserve/kernels/tlsim/memory.py: Trace, _trace, trace
 @dataclass
 class Trace:
-    """What kernels loaded and stored while it was on, in order."""
+    """All loads and stores inside the `with` block, in order."""
 
     accesses: list[Access] = field(default_factory=list)
 
     def bytes(self, kind: str) -> int:
-        """The bytes that all accesses of a kind asked for."""
+        """The bytes of all accesses of a kind."""
         return sum(access.bytes for access in self.accesses if access.kind == kind)
 
     def distinct_bytes(self, kind: str, name: str) -> int:
-        """The bytes of one argument that were touched at all: what cannot be avoided."""
+        """The bytes of one argument that were accessed at least once."""
         chosen = [a for a in self.accesses if (a.kind, a.name) == (kind, name)]
         touched = [a.offsets[a.live] for a in chosen]
         return len(torch.cat(touched).unique()) * chosen[0].itemsize if chosen else 0
@@ -1131,7 +1130,7 @@ _trace: ContextVar[Trace | None] = ContextVar("trace", default=None)
 
 @contextmanager
 def trace() -> Iterator[Trace]:
-    """Record what the kernels launched within load and store."""
+    """Record the loads and stores of kernels launched inside the `with` block."""
     token = _trace.set(Trace())
     try:
         yield _trace.get()
@@ -1152,19 +1151,19 @@ float32, float64 = torch.float32, torch.float64
 
 
 class constexpr:
-    """Marks a parameter that is known when the kernel is compiled, or wraps such a global."""
+    """A value known at compile time: marks a parameter, or wraps a global."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
 
 def program_id(axis: int) -> Value:
-    """Which program this is, along an axis of the grid: int32."""
+    """The index of this program along an axis of the grid: int32."""
     return Value(current().ids[axis])
 
 
 def num_programs(axis: int) -> Value:
-    """How many programs the grid has along an axis: int32."""
+    """The number of programs along an axis of the grid: int32."""
     return as_value(current().grid[axis])
 
 
@@ -1239,11 +1238,11 @@ from nanoserve.kernels.tlsim.loops import Loop, Rewrite, named
 
 # %% jupyter={"source_hidden": true}
 # lands in nanoserve/kernels/tlsim/launch.py: HINTS, One
-HINTS = {"num_warps", "num_stages", "num_ctas", "maxnreg"}  # to a compiler: taken and ignored
+HINTS = {"num_warps", "num_stages", "num_ctas", "maxnreg"}  # for a compiler: accepted and ignored
 
 
 class One(int):
-    """An integer argument equal to 1, which Triton compiles in as a constant."""
+    """An integer argument equal to 1: Triton compiles it as a constant."""
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
@@ -1255,10 +1254,10 @@ class One(int):
 # %% jupyter={"source_hidden": true}
 # lands in nanoserve/kernels/tlsim/launch.py: Kernel
 class Kernel:
-    """A function of Triton's language, to be launched as kernel[grid](*args, **meta)."""
+    """A function in Triton's language, launched as kernel[grid](*args, **meta)."""
 
     def __init__(self, fn: Callable) -> None:
-        while hasattr(fn, "fn"):  # what triton.jit and triton.autotune have wrapped
+        while hasattr(fn, "fn"):  # wrapped by triton.jit or triton.autotune
             fn = fn.fn
         self.fn = fn
         update_wrapper(self, fn)
@@ -1269,15 +1268,16 @@ class Kernel:
         return partial(self.launch, grid)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Called by another kernel: run as a part of it."""
+        """Run inside another kernel, which calls this one."""
         current()
         return self._function()(*args, **kwargs)
 
     def launch(self, grid: Any, *args: Any, **kwargs: Any) -> None:
         """Run every program of the grid: up to three sizes, or a function of the arguments.
 
-        Tensors become pointers to their first elements, numbers scalars, tl.constexpr parameters
-        stay as they are. Raises TypeError for arguments that do not fit, KernelError from within.
+        Tensors become pointers to their first elements, and numbers become scalars; tl.constexpr
+        parameters stay as they are. Raises TypeError for arguments that do not fit the signature,
+        and KernelError for an error in the kernel.
         """
         try:
             bound = self.signature.bind(
@@ -1317,7 +1317,7 @@ class Kernel:
         return One(1) if x is not True and x == 1 and isinstance(x, int) else as_value(x)
 
     def _function(self) -> Callable:
-        """The kernel as a Python function, with what its globals mean at this moment."""
+        """The kernel as a Python function, with the values that its globals have now."""
         known = {**self.fn.__globals__, **inspect.getclosurevars(self.fn).nonlocals}
         namespace = {
             "__tlsim__": True,
@@ -1334,7 +1334,7 @@ class Kernel:
 # %% jupyter={"source_hidden": true}
 # lands in nanoserve/kernels/tlsim/launch.py: _waves, jit
 def _waves(grid: tuple[int, int, int], options: Options) -> Iterator[tuple[torch.Tensor, ...]]:
-    """The ids of the programs that run side by side, wave after wave, as Wave holds them."""
+    """The ids of each wave's programs, in the form of Wave.ids."""
     x, y, z = grid
     if options.order == "serial":
         shuffled = torch.Generator().manual_seed(options.seed)
@@ -1353,7 +1353,7 @@ def _waves(grid: tuple[int, int, int], options: Options) -> Iterator[tuple[torch
 
 
 def jit(fn: Callable) -> Kernel:
-    """Make a kernel of a function, or of what triton.jit made of one."""
+    """Make a kernel of a function, jitted by triton.jit or not."""
     return fn if isinstance(fn, Kernel) else Kernel(fn)
 
 
@@ -1371,7 +1371,7 @@ def next_power_of_2(n: int) -> int:
 # %% jupyter={"source_hidden": true}
 # lands in nanoserve/kernels/tlsim/launch.py: _read, BUILTINS, REFUSED, _DTYPES, _translate, _TRITON
 def _read(fn: Callable) -> tuple[CodeType, set[str]]:
-    """A kernel's source, compiled with loops that carry, and the names that it looks up."""
+    """(the kernel's source compiled with its loops rewritten, the names that it looks up)."""
     try:
         lines, first = inspect.getsourcelines(fn)
     except (OSError, TypeError):
@@ -1394,7 +1394,7 @@ def _read(fn: Callable) -> tuple[CodeType, set[str]]:
     return compile(ast.fix_missing_locations(Rewrite().visit(tree)), file, "exec"), names
 
 
-BUILTINS = {  # of Python's, Triton has no other
+BUILTINS = {  # all of Python's that Triton has
     **{f.__name__: f for f in (len, list, float, int, isinstance, getattr, hasattr, print, locals)},
     "range": language.range,
     "min": language.minimum,
@@ -1405,7 +1405,7 @@ _DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "fl
 
 
 def _translate(x: Any, use: str = "") -> Any:
-    """What an object of the kernel's surroundings is in tlsim; refused where Triton refuses it."""
+    """The counterpart in tlsim of a global that a kernel uses; refused where Triton refuses it."""
     home, kind = getattr(x, "__module__", None) or "", type(x)
     if isinstance(x, ModuleType):
         if x.__name__.startswith("triton.language"):
@@ -1478,7 +1478,8 @@ for cols in widths:
     )
 assert found[0] == (64, 16) and found[-1] == (4096, 128)
 
-# %%
+# %% jupyter={"source_hidden": true}
+# Draws the plot: The same 16 KiB, by tiles
 from nanoserve.course.plots import COLOURS, figure, label_line, line, log2_axis, prediction_marker
 
 fig, (left, right) = figure(

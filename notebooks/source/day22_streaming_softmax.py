@@ -205,7 +205,7 @@ from nanoserve.kernels.tlsim.values import (
 # %% jupyter={"source_hidden": true}
 # lands in nanoserve/kernels/tlsim/language.py: full, zeros, reshape, broadcast_to and 17 more
 def full(shape: tuple[int, ...], value: Operand, dtype: torch.dtype) -> Value:
-    """A block that is `value` in every lane."""
+    """A block with `value` in every lane."""
     shape = _block_shape(*shape)
     return Value(spread(as_value(value).data, len(shape)).to(dtype), shape)
 
@@ -244,17 +244,17 @@ def trans(x: Value) -> Value:
 
 
 def where(condition: Operand, x: Operand, y: Operand) -> Value:
-    """x where the condition is true, else y. Both are computed either way."""
+    """x where the condition is true, else y. Both are always computed."""
     return combine(torch.where, as_value(condition).to(torch.bool), *paired(x, y))
 
 
 def maximum(x: Operand, y: Operand) -> Value:
-    """The larger one; a number beats NaN."""
+    """The larger of two; where one is NaN, the other."""
     return _elementwise(torch.fmax, x, y)
 
 
 def minimum(x: Operand, y: Operand) -> Value:
-    """The smaller one; a number beats NaN."""
+    """The smaller of two; where one is NaN, the other."""
     return _elementwise(torch.fmin, x, y)
 
 
@@ -264,12 +264,12 @@ def _elementwise(op: Callable, *operands: Operand) -> Value:
 
 
 def abs(x: Operand) -> Value:
-    """The size without the sign."""
+    """The absolute value."""
     return combine(torch.abs, as_value(x))
 
 
 def _function(op: Callable[[torch.Tensor], torch.Tensor], what: str) -> Callable[[Operand], Value]:
-    """A function of single lanes that Triton has for float32 and float64 alone."""
+    """A function of each lane that Triton defines for float32 and float64 alone."""
 
     def apply(x: Operand) -> Value:
         if (x := as_value(x)).dtype not in (torch.float32, torch.float64):
@@ -293,7 +293,7 @@ def cdiv(x: Operand, y: Operand) -> Operand:
 
 
 def static_assert(condition: bool, message: str = "") -> None:
-    """Refuse to compile unless a condition on constants holds."""
+    """Raise an error where a condition on constants is false."""
     if not condition:
         raise fault(message or "tl.static_assert does not hold")
 
@@ -315,7 +315,7 @@ def sum(x: Value, axis: int | None = None, keep_dims: bool = False) -> Value:
 def max(x: Value, axis: int | None = None, keep_dims: bool = False) -> Value:
     """The largest lane along an axis, or of all, in 32 bits at least.
 
-    A NaN among them comes out here, to be seen; a card passes over it.
+    The result is NaN where a lane is NaN. On a GPU it is the largest of the other lanes.
     """
     return _reduce(_widened(x).whole.amax, x.shape, axis, keep_dims)
 
@@ -352,7 +352,7 @@ def dot(
 ) -> Value:
     """The matrix product of blocks [.., m, k] and [.., k, n], plus acc, summed in float32.
 
-    On a card float32 operands are rounded to TF32 unless input_precision="ieee"; never here.
+    On a GPU float32 operands are rounded to TF32 unless input_precision="ieee"; never in tlsim.
     """
     if a.dtype != b.dtype:
         raise fault(f"tl.dot wants operands of one dtype, got {a.dtype} and {b.dtype}")
@@ -402,8 +402,8 @@ import operator
 # %% jupyter={"source_hidden": true}
 # lands in nanoserve/kernels/tlsim/values.py: Product
 class Product(Value):
-    """a * b in float32, multiplied out when somebody looks. A sum over it need not look: it is
-    what torch calls a matrix product, with the grid's axes among its rows and columns."""
+    """a * b in float32, computed when `data` is first used. A sum over it does not use `data`: the
+    sum is one matrix product of torch, with the grid's axes among its rows and columns."""
 
     __slots__ = ("_data", "factors")
 
@@ -461,7 +461,7 @@ from nanoserve.kernels.tlsim.grid import current
 # %% jupyter={"source_hidden": true}
 # lands in nanoserve/kernels/tlsim/loops.py: Range, Loop
 class Range:
-    """tl.range, and range in a kernel: bounds are numbers, or values that differ by program."""
+    """tl.range, and range in a kernel: a bound is a number, or a value that differs by program."""
 
     def __init__(self, start: Operand, stop: Operand | None = None, step: int = 1, **_) -> None:
         start, stop = (0, start) if stop is None else (start, stop)
@@ -475,10 +475,10 @@ class Range:
 
 
 class Loop:
-    """One loop as it runs: which programs are still in it, and what they carry round.
+    """A running loop: the programs still in it, and the values that iterations pass on.
 
-    A program that has finished keeps what it `carried`, and that never changes its type, since a
-    compiled loop has one register for it.
+    A finished program keeps its `carried` values. Their dtype and shape never change, since a
+    compiled loop has one register for each.
     """
 
     def __init__(self, bounds: Any, names: tuple[str, ...], before: dict[str, Any]) -> None:
@@ -503,7 +503,7 @@ class Loop:
             wave.active = outer
 
     def carry(self, now: dict[str, Any]) -> tuple[Any, ...]:
-        """The names' values at the end of a turn; finished programs get their old ones back."""
+        """The names' values after an iteration; finished programs get their old values back."""
         for name, old in self.carried.items():
             self.carried[name] = now[name] = self._carry(name, old, as_value(now[name]))
         return tuple(now.get(name) for name in self.names)
@@ -551,18 +551,18 @@ print(ast.unparse(tlsim.loops.Rewrite().visit(ast.parse(source))))
 # %% jupyter={"source_hidden": true}
 # lands in nanoserve/kernels/tlsim/loops.py: named, Rewrite, _at
 def named(x: Any) -> Any:
-    """What a kernel assigns to a name: a number becomes a tensor by it, unless tl.constexpr."""
+    """The value that an assignment binds: a number becomes a tensor, unless it is tl.constexpr."""
     return as_value(x) if isinstance(x, int | float) else x
 
 
 class Rewrite(ast.NodeTransformer):
-    """Make a kernel's loops carry what is bound before them: `for i in range(n): body` becomes
+    """Rewrite loops so that they carry names bound before them: `for i in range(n): body` becomes
 
     loop = Loop(range(n), ("a", "b"), locals())
     for i in loop:
         body
         a, b = loop.carry(locals())
-    i = c = None; del i, c  # what the body alone has bound ends with the loop
+    i = c = None; del i, c  # names bound in the body alone end with the loop
     """
 
     def __init__(self) -> None:
@@ -605,7 +605,7 @@ class Rewrite(ast.NodeTransformer):
 
 
 def _at(node: ast.stmt, source: str) -> list[ast.stmt]:
-    """Statements as if they stood in the line of node."""
+    """Statements with the line number of node."""
     return [ast.increment_lineno(new, node.lineno - 1) for new in ast.parse(source).body]
 
 
@@ -981,7 +981,8 @@ assert max(mild) < ATOL / 10 and max(sharp) < ATOL
 print(f"at worst, mild {max(mild):.1e}, sharp {max(sharp):.1e}; allowed {ATOL:.0e}")
 assert max(mild) < max(sharp)
 
-# %%
+# %% jupyter={"source_hidden": true}
+# Draws the plot: The fold against the oracle, over 1,024 keys
 from nanoserve.course.plots import COLOURS, figure, label_line, limit_line, line, log2_axis
 from nanoserve.course.plots import prediction_marker
 

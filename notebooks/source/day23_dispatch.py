@@ -930,7 +930,8 @@ print(f"of what the tolerance allows in float32, at most {used:.3f} is used")
 assert 0 < worst < ATOL
 assert used < 0.2
 
-# %%
+# %% jupyter={"source_hidden": true}
+# Draws the plot: Who ran the kernel
 from nanoserve.course.plots import COLOURS, figure, label_line, prediction_marker
 
 fig, ax = figure(

@@ -287,7 +287,8 @@ print("your guess for the whole:", today.guess("exponent"))
 assert all(-0.5 < fit.exponent < 2 for fit in fits.values())
 assert all(times[0] < times[-1] for times in took.values())
 
-# %%
+# %% jupyter={"source_hidden": true}
+# Draws the plot: one layer's attention, by tokens in the cache
 from nanoserve.course.plots import COLOURS, figure, label_line, log2_axis
 
 fig, axes = figure(

@@ -329,7 +329,8 @@ assert itself < 1e-5 * size
 # larger (the first line above), and so is the last digit of each. Here the limit is relative: 1e-5 of the
 # largest logit.
 
-# %%
+# %% jupyter={"source_hidden": true}
+# Draws the plot: Two layers: the kernel's read against the strip's
 from nanoserve.course.plots import COLOURS, figure, prediction_marker
 
 fig, ax = figure(

@@ -505,7 +505,8 @@ def draw(ax, rows, roof, names, title):
     ax.set_title(title, loc="left", fontweight="bold")
 
 
-# %%
+# %% jupyter={"source_hidden": true}
+# Draws the plot: one layer's attention, by tokens in the cache
 fig, ax = figure(height=4.4, xlabel="tokens of history", ylabel="µs for one layer's read")
 here = {
     "dispatched": ("the kernel, under tlsim", "tlsim", False, "above"),
@@ -607,7 +608,8 @@ ends = [row for row in ends if (row.path, row.kv_len) == ("dispatched", 16_384)]
 for (name, shape), row in zip(MODELS.items(), ends):  # in float16
     print(f"{name:12} {shape.n_q:2} programs, {row.bytes / 1e6:.1f} MB: {row.seconds * 1e6:.0f} µs")
 
-# %%
+# %% jupyter={"source_hidden": true}
+# Draws the plot: one layer's attention, by tokens in the cache
 fig, axes = figure(
     height=4.6, panels=2, xlabel="tokens of history", ylabel="µs for one layer's read"
 )

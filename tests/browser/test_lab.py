@@ -65,7 +65,7 @@ def lab(tmp_path: Path) -> Iterator[str]:
             yield address
         finally:
             server.terminate()
-            server.wait(30)
+            server.wait(120)
 
 
 def wait_for(address: str, server: subprocess.Popen, log: Path) -> None:
@@ -90,10 +90,14 @@ def page(lab: str) -> Iterator["playwright.Page"]:
         yield page
 
 
+FOR_THE_README = ("widget.png",)
+
+
 def save(page, name: str, folder: Path) -> None:
-    """Keep a picture of the page, and a small copy where NANOSERVE_SCREENSHOTS says."""
+    """Keep a picture of the page; the README's also, small, where NANOSERVE_SCREENSHOTS says."""
     page.screenshot(path=folder / name)
-    if target := os.environ.get("NANOSERVE_SCREENSHOTS"):
+    target = os.environ.get("NANOSERVE_SCREENSHOTS")
+    if target and name in FOR_THE_README:
         Path(target).mkdir(parents=True, exist_ok=True)
         picture = Image.open(folder / name).convert("RGB")
         small = picture.quantize(256, Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)

@@ -269,6 +269,15 @@ def test_no_learner_reads_a_linters_marker():
             assert marker not in text, f"{path.name}: {marker} belongs into pyproject.toml or a tag"
 
 
+def test_drawing_code_of_more_than_eight_lines_is_folded():
+    for twin in lands.twins():
+        for chunk in twin.read_text(encoding="utf-8").split("\n# %%")[1:]:
+            head, _, body = chunk.partition("\n")
+            lines = [n for n in body.splitlines() if n.strip() and not n.startswith("#")]
+            if "[markdown]" not in head and "\nfig\n" in f"{body}\n" and len(lines) > 8:
+                assert lands.is_folded(head), f"{twin.stem}: {lines[0]}"
+
+
 # until day N
 
 

@@ -1,5 +1,6 @@
 """Day 16: this step's keys and values go through their slots into the pool."""
 
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
@@ -98,6 +99,17 @@ def _batch(answer: type) -> None:
     answer(scattered_pool()).append(0, *keys_and_values(3, 0, batch=2))
 
 
+def _batch_refused(answer: type) -> dict:
+    """The state after a batch of two was refused."""
+    cache = answer(scattered_pool())
+    with suppress(ValueError):
+        cache.append(0, *keys_and_values(3, 0, batch=2))
+    return {
+        "blocks taken": len(cache.table.blocks), "free blocks": cache.pool.allocator.num_free,
+        "seq_len": cache.seq_len,
+    }  # fmt: skip
+
+
 def _cases() -> list[Case]:
     return [
         Case("the pool after a prompt of 3", ([3],), call=_pool_after, kind="write"),
@@ -111,6 +123,7 @@ def _cases() -> list[Case]:
         Case("two sequences take turns", call=_two_take_turns, kind="read"),
         Case("the pool has too few blocks", call=_no_room, kind="room"),
         Case("a batch of two", call=_batch, kind="batch", expected=raises(ValueError, "2")),
+        Case("the state after a batch of two", call=_batch_refused, kind="batch"),
     ]
 
 
@@ -295,6 +308,15 @@ def _batch_taken(self, layer, k, v):
     return _right(self, layer, k[:1], v[:1])
 
 
+@wrong(
+    "The batch is refused only after _map has taken blocks for it. Refuse it before anything "
+    "changes."
+)
+def _batch_refused_late(self, layer, k, v):
+    self._map(self.seq_len + k.shape[2])
+    return _right(self, layer, k, v)
+
+
 WRITE = Exercise(
     "_write",
     _cases,
@@ -337,6 +359,7 @@ WRITE = Exercise(
         _logical, _neighbours, _oldest, _whole_history, _reshaped, _one_slot, _values_over_keys,
         _into_a_copy, _added, _one_layer, _only_the_new, _newest_first, _slot_mapping,
         _every_layer, _never_moves, _moves_too_early, _not_mapped, _batch_taken,
+        _batch_refused_late,
     ),
 )  # fmt: skip
 

@@ -1,5 +1,7 @@
 """Day 19: the branch in attention that lets a cache attend by itself."""
 
+from dataclasses import replace
+
 import torch
 
 from nanoserve.cache import KVPool, NaiveKVCache, PagedKVCache
@@ -35,8 +37,25 @@ def _input(seq: int = SEQ) -> tuple:
     return x, random_layer(), *rope_tables(CONFIG, seq)
 
 
-def _none(answer, index: int = 0) -> torch.Tensor:
-    return answer(*_input(), CONFIG, None, index)
+def _none(answer) -> torch.Tensor:
+    return answer(*_input(), CONFIG)
+
+
+def _qwen3(answer) -> torch.Tensor:
+    """A layer with q_norm and k_norm, and no cache."""
+    x, layer, cos, sin = _input()
+    config = replace(CONFIG, qk_norm=True)
+    for number, name in enumerate(("q_norm", "k_norm")):
+        random = torch.Generator().manual_seed(190 + number)
+        norm = 1 + torch.rand(config.head_dim, generator=random)
+        layer[f"self_attn.{name}.weight"] = norm
+    return answer(x, layer, cos, sin, config)
+
+
+def _index_left_out(answer) -> list:
+    spy = Spy()
+    answer(*_input(), CONFIG, spy)
+    return [call.get("paged_attention") for call in spy.calls]
 
 
 def _in_steps(answer, cache, steps: list[int]) -> list:
@@ -94,8 +113,10 @@ def _cases() -> list[Case]:
 
     return [
         case("no cache", "none", _none),
+        case("no cache, in a model with q_norm and k_norm", "norms", _qwen3),
         case("a contiguous cache: 5 tokens, then 1, then 1", "naive", _naive, [5, 1, 1]),
         case("a spy: the calls that layer 2 makes", "ask", _calls, 2),
+        case("a spy: the layer, if index is left out", "hand", _index_left_out),
         case("a spy: the arguments of layer 1", "hand", _handed_over),
         case("a spy: its result goes to o_proj unchanged", "back", _handed_back),
         case("a paged cache: 6 tokens at once", "ask", _paged, [6]),
@@ -258,6 +279,11 @@ GQA_ATTENTION = Exercise(
             "What happened on Day 6, when there was no cache at all?",
             "Without a cache the new keys are all the keys there are.",
             "if cache is None: out = sdpa(q, k, v)",
+        ),
+        "norms": (
+            "Qwen3 normalises each head of q and k. Is that part of the given code unchanged?",
+            "q_norm and k_norm run before RoPE, each on its own heads, and v is not normalised.",
+            "Leave the lines above your own as they are: your part begins after apply_rope.",
         ),
         "naive": (
             "NaiveKVCache has append and no paged_attention. What did Day 11 do with it?",

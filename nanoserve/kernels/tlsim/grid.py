@@ -1,4 +1,4 @@
-"""The programs that run together, and how they say what went wrong."""
+"""The programs that run side by side, the options of a run, and the errors of a kernel."""
 
 import linecache
 import sys
@@ -12,17 +12,17 @@ import torch
 
 
 class KernelError(ValueError):
-    """A kernel broke a rule of Triton's or left its memory; the message says where."""
+    """A kernel broke a rule of Triton or left its memory. The message names the kernel's line."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """How kernels are run.
+    """Options of a run.
 
     order   "lockstep": all programs side by side; "serial": one by one, in an order drawn by `seed`
-    checks  whether loads and stores are held to their buffers, and stores to one program each
-    poison  whether reading a NaN is an error too
-    wave    how many programs run side by side at most: a bound on memory, nothing else
+    checks  refuse accesses outside a buffer, and stores of two programs to one address
+    poison  refuse to load a NaN as well
+    wave    the largest number of programs that run side by side; it bounds memory alone
     """
 
     order: str = "lockstep"
@@ -40,17 +40,17 @@ class Options:
 
 @dataclass
 class Wave:
-    """Programs that run side by side: a part of the grid, whose axes x, y, z lead all values."""
+    """Programs that run side by side: a part of the grid. Values start with its axes x, y, z."""
 
     grid: tuple[int, int, int]
     ids: tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # int32 [x, 1, 1], [1, y, 1], [1, 1, z]
     options: Options
-    writers: dict[tuple[int, int], torch.Tensor]  # who stored to each element, by its buffer
-    active: torch.Tensor | None = None  # [x, y, z], those whose loop goes on; None is all
+    writers: dict[tuple[int, int], torch.Tensor]  # by buffer: who stored to each element
+    active: torch.Tensor | None = None  # [x, y, z], programs still in the loop; None is all
 
     @property
     def programs(self) -> torch.Tensor:
-        """The programs' numbers in the grid, its axis 0 the fastest: int64 [x, y, z]."""
+        """The number of each program in the grid, axis 0 fastest: int64 [x, y, z]."""
         x, y, z = (ids.long() for ids in self.ids)
         return x + self.grid[0] * (y + self.grid[1] * z)
 
@@ -61,7 +61,7 @@ _wave: ContextVar[Wave] = ContextVar("wave")
 
 @contextmanager
 def options(**changes: object) -> Iterator[Options]:
-    """Run the kernels launched within by other Options, named as there."""
+    """Launch kernels with other Options inside a `with` block; arguments are named as there."""
     token = _options.set(replace(_options.get(Options()), **changes))
     try:
         yield _options.get()
@@ -70,7 +70,7 @@ def options(**changes: object) -> Iterator[Options]:
 
 
 def current() -> Wave:
-    """The programs that are running. Raises KernelError outside a kernel."""
+    """The wave that runs now. Raises KernelError outside a kernel."""
     wave = _wave.get(None)
     if wave is None:
         raise KernelError("this belongs in a kernel: launch one with kernel[grid](...)")
@@ -78,7 +78,7 @@ def current() -> Wave:
 
 
 def kernel_line() -> tuple[str, int]:
-    """The file and line of the kernel that is being run: the innermost frame that tlsim built."""
+    """File and line of the running kernel: of the innermost frame that tlsim compiled."""
     frame = sys._getframe(1)
     while frame and "__tlsim__" not in frame.f_globals:
         frame = frame.f_back
@@ -86,12 +86,12 @@ def kernel_line() -> tuple[str, int]:
 
 
 def source_name(file: str) -> str:
-    """A file's name as messages say it: a notebook's cell is "cell", whatever it is kept under."""
+    """A file's name for messages; "cell" for a cell of a notebook."""
     return "cell" if "ipykernel" in file or file.startswith("<") else Path(file).name
 
 
 def fault(what: str, program: int | None = None, lane: tuple[int, ...] = ()) -> KernelError:
-    """The error of a program (its number in the grid) and a lane, with the line they were at."""
+    """A KernelError that names the kernel's line, a program by its number, and a lane."""
     file, line = kernel_line()
     where = f"{source_name(file)}, line {line}"
     if program is not None:

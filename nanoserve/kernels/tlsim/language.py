@@ -1,4 +1,4 @@
-"""triton.language: what a kernel may say. tlsim puts this module where a kernel has `tl`."""
+"""triton.language in torch: tlsim binds this module where a kernel has `tl`."""
 
 import builtins
 import sys
@@ -29,19 +29,19 @@ math = sys.modules[__name__]  # tl.math.exp is tl.exp
 
 
 class constexpr:
-    """Marks a parameter that is known when the kernel is compiled, or wraps such a global."""
+    """A value known at compile time: marks a parameter, or wraps a global."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
 
 def program_id(axis: int) -> Value:
-    """Which program this is, along an axis of the grid: int32."""
+    """The index of this program along an axis of the grid: int32."""
     return Value(current().ids[axis])
 
 
 def num_programs(axis: int) -> Value:
-    """How many programs the grid has along an axis: int32."""
+    """The number of programs along an axis of the grid: int32."""
     return as_value(current().grid[axis])
 
 
@@ -54,7 +54,7 @@ def arange(start: int, end: int) -> Value:
 
 
 def full(shape: tuple[int, ...], value: Operand, dtype: torch.dtype) -> Value:
-    """A block that is `value` in every lane."""
+    """A block with `value` in every lane."""
     shape = _block_shape(*shape)
     return Value(spread(as_value(value).data, len(shape)).to(dtype), shape)
 
@@ -103,17 +103,17 @@ def trans(x: Value) -> Value:
 
 
 def where(condition: Operand, x: Operand, y: Operand) -> Value:
-    """x where the condition is true, else y. Both are computed either way."""
+    """x where the condition is true, else y. Both are always computed."""
     return combine(torch.where, as_value(condition).to(torch.bool), *paired(x, y))
 
 
 def maximum(x: Operand, y: Operand) -> Value:
-    """The larger one; a number beats NaN."""
+    """The larger of two; where one is NaN, the other."""
     return _elementwise(torch.fmax, x, y)
 
 
 def minimum(x: Operand, y: Operand) -> Value:
-    """The smaller one; a number beats NaN."""
+    """The smaller of two; where one is NaN, the other."""
     return _elementwise(torch.fmin, x, y)
 
 
@@ -123,12 +123,12 @@ def _elementwise(op: Callable, *operands: Operand) -> Value:
 
 
 def abs(x: Operand) -> Value:
-    """The size without the sign."""
+    """The absolute value."""
     return combine(torch.abs, as_value(x))
 
 
 def _function(op: Callable[[torch.Tensor], torch.Tensor], what: str) -> Callable[[Operand], Value]:
-    """A function of single lanes that Triton has for float32 and float64 alone."""
+    """A function of each lane that Triton defines for float32 and float64 alone."""
 
     def apply(x: Operand) -> Value:
         if (x := as_value(x)).dtype not in (torch.float32, torch.float64):
@@ -160,7 +160,7 @@ def sum(x: Value, axis: int | None = None, keep_dims: bool = False) -> Value:
 def max(x: Value, axis: int | None = None, keep_dims: bool = False) -> Value:
     """The largest lane along an axis, or of all, in 32 bits at least.
 
-    A NaN among them comes out here, to be seen; a card passes over it.
+    The result is NaN where a lane is NaN. On a GPU it is the largest of the other lanes.
     """
     return _reduce(_widened(x).whole.amax, x.shape, axis, keep_dims)
 
@@ -197,7 +197,7 @@ def dot(
 ) -> Value:
     """The matrix product of blocks [.., m, k] and [.., k, n], plus acc, summed in float32.
 
-    On a card float32 operands are rounded to TF32 unless input_precision="ieee"; never here.
+    On a GPU float32 operands are rounded to TF32 unless input_precision="ieee"; never in tlsim.
     """
     if a.dtype != b.dtype:
         raise fault(f"tl.dot wants operands of one dtype, got {a.dtype} and {b.dtype}")
@@ -214,7 +214,7 @@ def dot(
 
 
 def static_assert(condition: bool, message: str = "") -> None:
-    """Refuse to compile unless a condition on constants holds."""
+    """Raise an error where a condition on constants is false."""
     if not condition:
         raise fault(message or "tl.static_assert does not hold")
 

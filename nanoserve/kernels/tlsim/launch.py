@@ -1,4 +1,4 @@
-"""Reading a kernel, binding its names to tlsim, and launching it on a grid."""
+"""Read a kernel's source, bind its names to tlsim, and launch it on a grid."""
 
 import ast
 import inspect
@@ -25,11 +25,11 @@ from nanoserve.kernels.tlsim.grid import (
 from nanoserve.kernels.tlsim.loops import Loop, Rewrite, named
 from nanoserve.kernels.tlsim.values import Buffer, Value, as_value
 
-HINTS = {"num_warps", "num_stages", "num_ctas", "maxnreg"}  # to a compiler: taken and ignored
+HINTS = {"num_warps", "num_stages", "num_ctas", "maxnreg"}  # for a compiler: accepted and ignored
 
 
 class One(int):
-    """An integer argument equal to 1, which Triton compiles in as a constant."""
+    """An integer argument equal to 1: Triton compiles it as a constant."""
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
@@ -39,10 +39,10 @@ class One(int):
 
 
 class Kernel:
-    """A function of Triton's language, to be launched as kernel[grid](*args, **meta)."""
+    """A function in Triton's language, launched as kernel[grid](*args, **meta)."""
 
     def __init__(self, fn: Callable) -> None:
-        while hasattr(fn, "fn"):  # what triton.jit and triton.autotune have wrapped
+        while hasattr(fn, "fn"):  # wrapped by triton.jit or triton.autotune
             fn = fn.fn
         self.fn = fn
         update_wrapper(self, fn)
@@ -53,15 +53,16 @@ class Kernel:
         return partial(self.launch, grid)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Called by another kernel: run as a part of it."""
+        """Run inside another kernel, which calls this one."""
         current()
         return self._function()(*args, **kwargs)
 
     def launch(self, grid: Any, *args: Any, **kwargs: Any) -> None:
         """Run every program of the grid: up to three sizes, or a function of the arguments.
 
-        Tensors become pointers to their first elements, numbers scalars, tl.constexpr parameters
-        stay as they are. Raises TypeError for arguments that do not fit, KernelError from within.
+        Tensors become pointers to their first elements, and numbers become scalars; tl.constexpr
+        parameters stay as they are. Raises TypeError for arguments that do not fit the signature,
+        and KernelError for an error in the kernel.
         """
         try:
             bound = self.signature.bind(
@@ -101,7 +102,7 @@ class Kernel:
         return One(1) if x is not True and x == 1 and isinstance(x, int) else as_value(x)
 
     def _function(self) -> Callable:
-        """The kernel as a Python function, with what its globals mean at this moment."""
+        """The kernel as a Python function, with the values that its globals have now."""
         known = {**self.fn.__globals__, **inspect.getclosurevars(self.fn).nonlocals}
         namespace = {
             "__tlsim__": True,
@@ -116,7 +117,7 @@ class Kernel:
 
 
 def _waves(grid: tuple[int, int, int], options: Options) -> Iterator[tuple[torch.Tensor, ...]]:
-    """The ids of the programs that run side by side, wave after wave, as Wave holds them."""
+    """The ids of each wave's programs, in the form of Wave.ids."""
     x, y, z = grid
     if options.order == "serial":
         shuffled = torch.Generator().manual_seed(options.seed)
@@ -135,12 +136,12 @@ def _waves(grid: tuple[int, int, int], options: Options) -> Iterator[tuple[torch
 
 
 def jit(fn: Callable) -> Kernel:
-    """Make a kernel of a function, or of what triton.jit made of one."""
+    """Make a kernel of a function, jitted by triton.jit or not."""
     return fn if isinstance(fn, Kernel) else Kernel(fn)
 
 
 def _read(fn: Callable) -> tuple[CodeType, set[str]]:
-    """A kernel's source, compiled with loops that carry, and the names that it looks up."""
+    """(the kernel's source compiled with its loops rewritten, the names that it looks up)."""
     try:
         lines, first = inspect.getsourcelines(fn)
     except (OSError, TypeError):
@@ -163,7 +164,7 @@ def _read(fn: Callable) -> tuple[CodeType, set[str]]:
     return compile(ast.fix_missing_locations(Rewrite().visit(tree)), file, "exec"), names
 
 
-BUILTINS = {  # of Python's, Triton has no other
+BUILTINS = {  # all of Python's that Triton has
     **{f.__name__: f for f in (len, list, float, int, isinstance, getattr, hasattr, print, locals)},
     "range": language.range,
     "min": language.minimum,
@@ -174,7 +175,7 @@ _DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "fl
 
 
 def _translate(x: Any, use: str = "") -> Any:
-    """What an object of the kernel's surroundings is in tlsim; refused where Triton refuses it."""
+    """The counterpart in tlsim of a global that a kernel uses; refused where Triton refuses it."""
     home, kind = getattr(x, "__module__", None) or "", type(x)
     if isinstance(x, ModuleType):
         if x.__name__.startswith("triton.language"):

@@ -1,4 +1,4 @@
-"""Loops whose bounds differ by program: all run to the longest, and the finished stand still."""
+"""Loops whose bounds differ by program: run the maximum trip count; mask finished programs."""
 
 import ast
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from nanoserve.kernels.tlsim.values import Operand, Value, as_value, paired, spr
 
 
 class Range:
-    """tl.range, and range in a kernel: bounds are numbers, or values that differ by program."""
+    """tl.range, and range in a kernel: a bound is a number, or a value that differs by program."""
 
     def __init__(self, start: Operand, stop: Operand | None = None, step: int = 1, **_) -> None:
         start, stop = (0, start) if stop is None else (start, stop)
@@ -25,10 +25,10 @@ class Range:
 
 
 class Loop:
-    """One loop as it runs: which programs are still in it, and what they carry round.
+    """A running loop: the programs still in it, and the values that iterations pass on.
 
-    A program that has finished keeps what it `carried`, and that never changes its type, since a
-    compiled loop has one register for it.
+    A finished program keeps its `carried` values. Their dtype and shape never change, since a
+    compiled loop has one register for each.
     """
 
     def __init__(self, bounds: Any, names: tuple[str, ...], before: dict[str, Any]) -> None:
@@ -53,7 +53,7 @@ class Loop:
             wave.active = outer
 
     def carry(self, now: dict[str, Any]) -> tuple[Any, ...]:
-        """The names' values at the end of a turn; finished programs get their old ones back."""
+        """The names' values after an iteration; finished programs get their old values back."""
         for name, old in self.carried.items():
             self.carried[name] = now[name] = self._carry(name, old, as_value(now[name]))
         return tuple(now.get(name) for name in self.names)
@@ -74,18 +74,18 @@ class Loop:
 
 
 def named(x: Any) -> Any:
-    """What a kernel assigns to a name: a number becomes a tensor by it, unless tl.constexpr."""
+    """The value that an assignment binds: a number becomes a tensor, unless it is tl.constexpr."""
     return as_value(x) if isinstance(x, int | float) else x
 
 
 class Rewrite(ast.NodeTransformer):
-    """Make a kernel's loops carry what is bound before them: `for i in range(n): body` becomes
+    """Rewrite loops so that they carry names bound before them: `for i in range(n): body` becomes
 
     loop = Loop(range(n), ("a", "b"), locals())
     for i in loop:
         body
         a, b = loop.carry(locals())
-    i = c = None; del i, c  # what the body alone has bound ends with the loop
+    i = c = None; del i, c  # names bound in the body alone end with the loop
     """
 
     def __init__(self) -> None:
@@ -128,5 +128,5 @@ class Rewrite(ast.NodeTransformer):
 
 
 def _at(node: ast.stmt, source: str) -> list[ast.stmt]:
-    """Statements as if they stood in the line of node."""
+    """Statements with the line number of node."""
     return [ast.increment_lineno(new, node.lineno - 1) for new in ast.parse(source).body]

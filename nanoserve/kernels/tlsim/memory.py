@@ -1,4 +1,4 @@
-"""Loads and stores: through masks, checked lane by lane, and recorded where a trace is on."""
+"""Masked loads and stores, checked lane by lane, and recorded inside a trace."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,10 +12,10 @@ from nanoserve.kernels.tlsim.values import Operand, Value, as_value, broadcasts,
 
 
 def load(pointer: Value, mask: Operand | None = None, other: Operand | None = None, **_) -> Value:
-    """tl.load: what lies at the pointers, for lanes whose mask is true; `other` for the rest.
+    """tl.load: the elements at the pointers where the mask is true, and `other` elsewhere.
 
-    Without `other` those hold nothing one may rely on: NaN here, where the dtype has it. Where the
-    last axis is a ramp, rows are read whole. Hints about caches are taken and ignored.
+    Without `other`, those lanes are undefined on a GPU, and NaN here (0 for integers). Where the
+    last axis is a ramp, rows are read whole. Hints about caches are accepted and ignored.
     """
     if other is not None and mask is None:
         raise fault("tl.load takes `other` only with a mask")
@@ -24,7 +24,7 @@ def load(pointer: Value, mask: Operand | None = None, other: Operand | None = No
     width = pointer.shape[-1] if pointer.ramp else 1
     if pointer.ramp and first.min() >= 0 and first.max() <= len(flat) - width:
         data = flat.unfold(0, width, 1)[first.squeeze(-1)]  # every window of `width`, by its start
-    elif len(flat):  # lanes that do not take part may point anywhere
+    elif len(flat):  # lanes outside the mask may point anywhere
         data = flat[pointer.lanes.clamp(0, len(flat) - 1)]
     else:
         data = flat.new_zeros(())
@@ -39,14 +39,14 @@ def load(pointer: Value, mask: Operand | None = None, other: Operand | None = No
 
 
 def store(pointer: Value, value: Operand, mask: Operand | None = None, **_) -> None:
-    """tl.store: put value's lanes where the pointers point, for lanes whose mask is true."""
+    """tl.store: write value's lanes to the pointers where the mask is true."""
     _write("store", pointer, value, mask)
 
 
 def atomic_add(pointer: Value, value: Operand, mask: Operand | None = None, **_) -> None:
-    """tl.atomic_add: add to memory, where other lanes and programs may add as well.
+    """tl.atomic_add: add to memory; lanes and programs may add to the same address.
 
-    Triton gives the old values back; they depend on the order of programs, so tlsim does not.
+    Triton returns the old values. They depend on the order of programs, so tlsim returns None.
     """
     _write("atomic_add", pointer, value, mask)
 
@@ -59,7 +59,7 @@ def _write(kind: str, pointer: Value, value: Operand, mask: Operand | None) -> N
 
 
 def _lanes_for(pointer: Value, x: Operand, what: str) -> torch.Tensor:
-    """x's lanes, ready to broadcast to those of the pointer."""
+    """x's lanes, in a shape that broadcasts to the pointer's lanes."""
     x = as_value(x)
     if not broadcasts(x.shape, pointer.shape):
         raise fault(f"{what} of shape {list(x.shape)} for {list(pointer.shape)} pointers")
@@ -67,7 +67,7 @@ def _lanes_for(pointer: Value, x: Operand, what: str) -> torch.Tensor:
 
 
 def _everywhere(pointer: Value, live: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Offsets and mask written out for every lane of every program: [x, y, z, *shape]."""
+    """Offsets and mask, expanded to every lane of every program: [x, y, z, *shape]."""
     shape = (*current().programs.shape, *pointer.shape)
     live = pointer.data.new_ones((), dtype=torch.bool) if live is None else live
     return pointer.lanes.expand(shape), live.expand(shape)
@@ -76,7 +76,7 @@ def _everywhere(pointer: Value, live: torch.Tensor | None) -> tuple[torch.Tensor
 def _access(
     kind: str, pointer: Value, mask: Operand | None
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The mask, and the lanes that take part: those of it in programs still active. None is all."""
+    """(mask, lanes of the mask in active programs); None stands for all lanes."""
     if not isinstance(pointer, Value) or not pointer.buffer:
         raise fault(f"tl.{kind} wants pointers, got {getattr(pointer, 'dtype', pointer)}")
     wave, trace = current(), _trace.get()
@@ -97,7 +97,7 @@ def _access(
 
 
 def _check(kind: str, pointer: Value, live: torch.Tensor | None) -> None:
-    """The sanitizer: offsets inside the buffer; no address stored to by two programs."""
+    """Refuse offsets outside the buffer, and stores of two programs to one address."""
     flat, wave = pointer.buffer.flat, current()
     outside = (pointer.lanes < 0) | (pointer.lanes >= len(flat))
     _refuse(outside if live is None else outside & live, pointer, f"{kind}s outside")
@@ -117,7 +117,7 @@ def _check(kind: str, pointer: Value, live: torch.Tensor | None) -> None:
 
 
 def _refuse(wrong: torch.Tensor, pointer: Value, deed: str) -> None:
-    """Raise for the first lane that is wrong, if one is."""
+    """Raise an error for the first lane where `wrong` is true."""
     if wrong.any():
         offsets, wrong = _everywhere(pointer, wrong)
         first = tuple(int(i) for i in wrong.nonzero()[0])
@@ -128,7 +128,7 @@ def _refuse(wrong: torch.Tensor, pointer: Value, deed: str) -> None:
 
 @dataclass(frozen=True)
 class Access:
-    """One load, store or atomic_add of a wave of programs, as a trace keeps it."""
+    """One load, store or atomic_add of a wave of programs, recorded by a trace."""
 
     kind: str
     name: str  # of the argument
@@ -136,17 +136,17 @@ class Access:
     itemsize: int
     programs: torch.Tensor  # [programs], their numbers in the grid
     offsets: torch.Tensor  # [programs, *shape], in elements
-    live: torch.Tensor  # [programs, *shape], the lanes that took part
-    coalesced: bool  # neighbouring lanes lie side by side, so that rows move whole
+    live: torch.Tensor  # [programs, *shape], the lanes that were accessed
+    coalesced: bool  # neighbouring lanes have neighbouring offsets: a row is one piece
 
     @property
     def bytes(self) -> int:
-        """What the lanes asked for, counted as often as it was."""
+        """The bytes of all lanes that were accessed; the same address counts each time."""
         return int(self.live.sum()) * self.itemsize
 
     @property
     def rows(self) -> int:
-        """The stretches of neighbouring lanes at neighbouring offsets: 1 per row if coalesced."""
+        """The number of runs of lanes at consecutive offsets: 1 per row if coalesced."""
         offsets, live = self.offsets.flatten(0, -2), self.live.flatten(0, -2)
         joined = live[:, 1:] & live[:, :-1] & (offsets[:, 1:] == offsets[:, :-1] + 1)
         return int(live.sum() - joined.sum())
@@ -159,16 +159,16 @@ class Access:
 
 @dataclass
 class Trace:
-    """What kernels loaded and stored while it was on, in order."""
+    """All loads and stores inside the `with` block, in order."""
 
     accesses: list[Access] = field(default_factory=list)
 
     def bytes(self, kind: str) -> int:
-        """The bytes that all accesses of a kind asked for."""
+        """The bytes of all accesses of a kind."""
         return sum(access.bytes for access in self.accesses if access.kind == kind)
 
     def distinct_bytes(self, kind: str, name: str) -> int:
-        """The bytes of one argument that were touched at all: what cannot be avoided."""
+        """The bytes of one argument that were accessed at least once."""
         chosen = [a for a in self.accesses if (a.kind, a.name) == (kind, name)]
         touched = [a.offsets[a.live] for a in chosen]
         return len(torch.cat(touched).unique()) * chosen[0].itemsize if chosen else 0
@@ -185,7 +185,7 @@ _trace: ContextVar[Trace | None] = ContextVar("trace", default=None)
 
 @contextmanager
 def trace() -> Iterator[Trace]:
-    """Record what the kernels launched within load and store."""
+    """Record the loads and stores of kernels launched inside the `with` block."""
     token = _trace.set(Trace())
     try:
         yield _trace.get()

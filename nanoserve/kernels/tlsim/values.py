@@ -1,4 +1,4 @@
-"""What a kernel computes with: one number or block of numbers per program, all programs at once."""
+"""The values of a kernel: a number or a block of numbers per program, for all programs at once."""
 
 import operator
 from collections.abc import Callable
@@ -15,7 +15,7 @@ HALVES = (torch.float16, torch.bfloat16)
 
 
 class Buffer:
-    """The memory behind a tensor argument: its elements from the first to the last it can reach."""
+    """The memory of a tensor argument, flat, from its first element to the last that it reaches."""
 
     def __init__(self, name: str, tensor: torch.Tensor) -> None:
         last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
@@ -51,11 +51,11 @@ def _division(op: Callable) -> tuple[Callable, Callable]:
 def _quotient(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     if a.is_floating_point():
         raise fault("// is for integers: use / and tl.floor")
-    return torch.div(a, b, rounding_mode="trunc")  # C's rule, not Python's: -7 // 2 is -3
+    return torch.div(a, b, rounding_mode="trunc")  # as in C, and not in Python: -7 // 2 is -3
 
 
 def _comparison(op: Callable) -> Callable:
-    """The method for a comparison. A mask that is true everywhere is held as a single True."""
+    """The method of a comparison. A mask that is true everywhere is stored as one True."""
 
     def compare(a: "Value", b: "Operand") -> "Value":
         mask = combine(op, *paired(a, b))
@@ -69,11 +69,10 @@ def _comparison(op: Callable) -> Callable:
 class Value:
     """A tl.tensor of every program: a number, a block of numbers, or pointers.
 
-    `data` is [x, y, z, *shape], the grid's axes first; an axis of size 1 stands for all places
-    along it, so what is the same in many programs is held, and computed, once. A pointer is a
+    `data` is [x, y, z, *shape], the grid's axes first. An axis of size 1 stands for all indices
+    along it, so that a value that many programs share is stored and computed once. A pointer is a
     buffer and offsets into it, in elements, never an address. With `ramp`, data holds the first
-    lane of the last axis alone, and lane i is that plus i: contiguous by construction, so a load
-    can read whole rows.
+    lane of the last axis alone, and lane i is that lane plus i; a load then reads whole rows.
     """
 
     __slots__ = ("buffer", "data", "ramp", "shape")
@@ -191,8 +190,8 @@ class Value:
 
 
 class Product(Value):
-    """a * b in float32, multiplied out when somebody looks. A sum over it need not look: it is
-    what torch calls a matrix product, with the grid's axes among its rows and columns."""
+    """a * b in float32, computed when `data` is first used. A sum over it does not use `data`: the
+    sum is one matrix product of torch, with the grid's axes among its rows and columns."""
 
     __slots__ = ("_data", "factors")
 
@@ -223,8 +222,8 @@ Operand = Value | int | float | bool
 
 
 def as_value(x: Operand, beside: Value | None = None) -> Value:
-    """A number as Triton types it: int1, int32 (int64 where that is too small) or float32; or as
-    the value `beside` it is typed, if that is of its kind or a wider one."""
+    """A number in the dtype that Triton gives it: int1, int32 (int64 for a large one) or float32;
+    or in the dtype of `beside`, the other operand, if that has the same kind or a wider one."""
     if isinstance(x, Value):
         return x
     if not isinstance(x, int | float):
@@ -250,8 +249,8 @@ def _kind(dtype: torch.dtype) -> int:
 
 
 def paired(a: Operand, b: Operand) -> tuple[Value, Value]:
-    """Two operands in the dtype that Triton computes in: torch's choice, but for bfloat16 beside
-    anything else, which is float32, or float16 beside that."""
+    """Two operands in the dtype that Triton computes in: torch's choice, except that bfloat16 with
+    float16 gives float16, and bfloat16 with any other dtype gives float32."""
     if not isinstance(a, Value):
         a = as_value(a, b if isinstance(b, Value) else None)
     if not isinstance(b, Value):
@@ -277,13 +276,13 @@ def joint_shape(*shapes: tuple[int, ...]) -> tuple[int, ...]:
 
 @cache
 def broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
-    """Whether a block of a shape can be repeated along axes of size 1 until it has another."""
+    """Whether a block of one shape broadcasts to another shape."""
     pairs = zip(shape[::-1], to[::-1], strict=False)
     return len(shape) <= len(to) and all(n in (1, size) for n, size in pairs)
 
 
 def spread(data: torch.Tensor, rank: int) -> torch.Tensor:
-    """Give data [x, y, z, ...] as many axes behind the grid's as a block of this rank has."""
+    """Give data [x, y, z, ...] axes of size 1 behind the grid's, up to a block's rank."""
     for _ in range(rank + 3 - data.dim()):
         data = data.unsqueeze(3)
     return data
@@ -302,7 +301,7 @@ def combine(op: Callable, *values: Value) -> Value:
 
 
 def _sum(a: Operand, b: Operand) -> Value:
-    """a + b. A pointer stays one, and a ramp, unless what is added differs from lane to lane."""
+    """a + b. A pointer stays a pointer; a ramp stays a ramp where b is the same in all lanes."""
     a, b = paired(a, b)
     buffer = a.buffer or b.buffer
     if buffer and ((a.buffer and b.buffer) or _kind(a.data.dtype) + _kind(b.data.dtype) != 2):
