@@ -57,8 +57,8 @@ def _overlapping(program, tile, n):
 
 
 @wrong(
-    "The lanes lie `tile` apart. Neighbouring lanes take neighbouring elements: it is the program "
-    "that is multiplied, not the lane."
+    "The lanes lie `tile` apart. Neighbouring lanes take neighbouring elements: multiply the "
+    "program by tile, not the lane."
 )
 def _strided(program, tile, n):
     offsets = program + tile * torch.arange(tile)
@@ -66,8 +66,7 @@ def _strided(program, tile, n):
 
 
 @wrong(
-    "Off by one: n elements have the offsets 0 to n - 1, and n itself is the first that is not "
-    "there. It is <, not <=."
+    "Off by one: n elements have the offsets 0 to n - 1, and offset n lies outside. Use <, not <=."
 )
 def _one_more(program, tile, n):
     offsets = program * tile + torch.arange(tile)
@@ -83,23 +82,23 @@ def _all_true(program, tile, n):
 
 
 @wrong(
-    "The mask compares the lane with n. What has to be inside is the offset: lane 1 of program 2 "
-    "is element 9."
+    "The mask compares the lane with n. Compare the offset with n: lane 1 of program 2 is element "
+    "9."
 )
 def _lane_mask(program, tile, n):
     lane = torch.arange(tile)
     return program * tile + lane, lane < n
 
 
-@wrong("The mask is the wrong way round: true means that the lane takes part.")
+@wrong("The mask is inverted: true means that the lane takes part.")
 def _inverted(program, tile, n):
     offsets = program * tile + torch.arange(tile)
     return offsets, offsets >= n
 
 
 @wrong(
-    "The lanes past the end have been cut off. A block has one size in every program, since it is "
-    "compiled in: keep all lanes, and let the mask switch them off."
+    "The lanes past the end are cut off. A block has the same compiled size in every program: keep "
+    "all lanes, and let the mask switch them off."
 )
 def _cut(program, tile, n):
     offsets = program * tile + torch.arange(tile)
@@ -108,8 +107,8 @@ def _cut(program, tile, n):
 
 
 @wrong(
-    "The offsets are held back at n - 1, so that lanes of the tail take the last element again. "
-    "Leave them as they are: a lane that is switched off may point anywhere."
+    "The offsets are clamped to n - 1, so that lanes of the tail take the last element again. "
+    "Leave them unclamped: a lane that is switched off may point anywhere."
 )
 def _clamped(program, tile, n):
     offsets = program * tile + torch.arange(tile)
@@ -122,7 +121,7 @@ def _from_one(program, tile, n):
     return offsets, offsets < n
 
 
-@wrong("The two have changed places: the offsets come first, then the mask.")
+@wrong("The two are exchanged: return the offsets first, then the mask.")
 def _swapped(program, tile, n):
     offsets = program * tile + torch.arange(tile)
     return offsets < n, offsets
@@ -175,18 +174,18 @@ OFFSETS = Exercise(
 
 # paged_gather ------------------------------------------------------------------------------------
 
-NOBODY = -1.0  # what stands in the output before the launch
+UNWRITTEN = -1.0  # the numbers of the output before the launch
 
 
 def memory(
     n_kv: int, head_dim: int, slots: list[int], room: int = 0, layers: int = 1, apart: int = 1
 ) -> tuple:
-    """A pool [32, n_kv, head_dim] in which no number is there twice, the slot mapping with `room`
-    more entries behind its end, and an output as long, full of NOBODY, whose rows lie `apart`
-    times as far from each other as they need."""
+    """A pool [32, n_kv, head_dim] in which all numbers differ; the slot mapping, with `room` more
+    entries behind its end; and an output as long, full of UNWRITTEN, whose rows lie `apart` times
+    as far from each other as they need."""
     pool = torch.arange(32.0 * n_kv * layers * head_dim).view(32, n_kv, layers, head_dim)[:, :, 0]
     mapping = torch.tensor([*slots, *(31 - i for i in range(room))])
-    out = torch.full((len(mapping), n_kv, apart, head_dim), NOBODY)[:, :, 0]
+    out = torch.full((len(mapping), n_kv, apart, head_dim), UNWRITTEN)[:, :, 0]
     return pool, mapping, out
 
 
@@ -209,7 +208,7 @@ def launch(kernel, pool, mapping, out, kv_len: int, tile: int) -> torch.Tensor:
     return out
 
 
-ADVICE = {  # what tlsim says, and what to do about it here
+ADVICE = {  # words of an error of tlsim, and what to do about it here
     "do not broadcast": "Stand the rows up: row[:, None] + dim[None, :]",
     "a mask of shape": "Stand the rows up: held[:, None] & (dim < HEAD_DIM)[None, :]",
     "a block of shape [] is indexed": "A pointer is not indexed: tl.load(pool_ptr + offset)",
@@ -228,10 +227,10 @@ def _gathered(
     order, poison = more.pop("order", "lockstep"), more.pop("poison", False)
     pool, mapping, out = memory(n_kv, head_dim, slots[:kv_len], **more)
     if poison:
-        nobody = torch.ones(len(pool), dtype=torch.bool)
-        nobody[mapping] = False
+        unowned = torch.ones(len(pool), dtype=torch.bool)
+        unowned[mapping] = False
         pool = pool.clone()
-        pool[nobody] = torch.nan
+        pool[unowned] = torch.nan
     with tlsim.options(order=order, poison=poison):
         try:
             return launch(answer, pool, mapping, out, kv_len, tile)
@@ -262,7 +261,7 @@ def _gather_cases() -> list[Case]:
         case("a pool that holds two layers side by side", "strides", 4, 8, 2, 8, layers=2),
         case("an output with room between its rows: 2 positions, 2 heads", "into", 2, 2, 2, 8,
              apart=2),
-        case("NaN in the slots that nobody owns", "poison", 4, 13, 2, 8, poison=True),
+        case("NaN in the slots of other sequences", "poison", 4, 13, 2, 8, poison=True),
     ]  # fmt: skip
 
 
@@ -306,8 +305,8 @@ def planted(kernel: Callable, *changes: tuple[str, str]) -> Callable:
     return scope[kernel.__name__]
 
 
-def _planted(why: str, *changes: tuple[str, str]) -> Wrong:
-    return Wrong(tlsim.jit(planted(paged_gather, *changes)), why)
+def _planted(why: str, *changes: tuple[str, str], hints: str | None = None) -> Wrong:
+    return Wrong(tlsim.jit(planted(paged_gather, *changes)), why, hints)
 
 
 _HELD = "held = position < kv_len"
@@ -343,34 +342,35 @@ GATHER = Exercise(
             "head * out_head to store to",
         ),
         "tail": (
-            "Some lanes of the last tile are no positions. Which, and what must they not do?",
-            "held = position < kv_len. It belongs into all three: the load of the slots, the "
-            "load of the rows, the store.",
+            "Some lanes of the last tile are no positions. Which lanes, and what must they not do?",
+            "held = position < kv_len. All three need it: the load of the slots, the load of the "
+            "rows, the store.",
             "mask = held[:, None] & (dim < HEAD_DIM)[None, :], and slot = tl.load(slot_ptr + "
             "position, mask=held, other=0)",
         ),
         "padded": (
-            "A block of 8 lanes for a head of 6 numbers. Whose numbers do the last two lanes see?",
-            "Those of the next head, or of the next row. Only dim < HEAD_DIM may take part.",
+            "A block has 8 lanes for a head of 6 numbers. Which numbers do the last two lanes "
+            "load?",
+            "The numbers of the next head, or of the next row. Only dim < HEAD_DIM may take part.",
             "mask = held[:, None] & (dim < HEAD_DIM)[None, :], for the load and for the store",
         ),
         "strides": (
             "Here one slot's rows are twice as far apart as a head's numbers would fill. How far "
             "is it from one slot to the next?",
-            "pool_slot elements, whatever the shapes say: a stride is measured, not computed.",
+            "pool_slot elements. A stride is an argument of the kernel; the shapes do not give it.",
             "row = slot * pool_slot + head * pool_head",
         ),
         "into": (
-            "Here the output's rows do not touch: between two of them there is room for another. "
-            "Where does the row of position 1 begin?",
-            "At out_row, and each head out_head further on. The pool's strides say nothing about "
-            "it, and neither do the shapes.",
+            "Here the output's rows lie apart: another row would fit between two of them. Where "
+            "does the row of position 1 begin?",
+            "At out_row, and each head out_head further on. Neither the pool's strides nor the "
+            "shapes give it.",
             "row = position * out_row + head * out_head",
         ),
         "poison": (
-            "A lane that does not take part has read a row all the same. Which one?",
-            "Where the mask is false, tl.load gives `other`: slot 0, and slot 0 is not yours. The "
-            "load of the rows needs the mask too.",
+            "A lane that does not take part loads a row all the same. Which one?",
+            "Where the mask is false, tl.load gives `other`: slot 0, which is another sequence's. "
+            "The load of the rows needs the mask too.",
             "rows = tl.load(pool_ptr + row[:, None] + dim[None, :], mask=mask)",
         ),
     },
@@ -382,7 +382,7 @@ GATHER = Exercise(
             (_HELD, "held = position >= 0"),
         ),
         _planted(
-            "One position too many: kv_len positions are 0 to kv_len - 1. It is <, not <=.",
+            "One position too many: kv_len positions are 0 to kv_len - 1. Use <, not <=.",
             (_HELD, "held = position <= kv_len"),
         ),
         _planted(
@@ -415,14 +415,24 @@ GATHER = Exercise(
             ("position = tl.program_id(0)", "position = tl.program_id(1)"),
         ),
         _planted(
-            "It reads the pool at the positions themselves, as if the text lay in one piece. Load "
-            "the slots first and go through them.",
+            "The positions are used as slots, as if the text lay in one piece. Load the slots "
+            "first, and use them for the row.",
             (_FROM, "row = position * pool_slot + head * pool_head"),
         ),
         _planted(
-            "From one slot to the next it is pool_slot elements: all heads of a slot lie between. "
-            "pool_head is the step from head to head.",
+            "pool_head is the step from head to head. From one slot to the next it is pool_slot "
+            "elements: all heads of a slot lie between.",
             (_FROM, "row = slot * pool_head + head * pool_head"),
+        ),
+        _planted(
+            "A slot holds n_kv heads of HEAD_DIM numbers, so slot * HEAD_DIM begins in another "
+            "slot's row as soon as there are two heads. The stride is pool_slot.",
+            (_FROM, "row = slot * HEAD_DIM + head * pool_head"),
+        ),
+        _planted(
+            "A slot holds n_kv heads, so slot * BLOCK_D begins in another slot's row. The stride "
+            "is pool_slot.",
+            (_FROM, "row = slot * BLOCK_D + head * pool_head"),
         ),
         _planted(
             "The pool's strides have changed places: pool_slot goes with the slot, pool_head with "
@@ -480,22 +490,22 @@ GATHER = Exercise(
             (_ROWS, "mask = (dim < HEAD_DIM)[None, :]"),
         ),
         _planted(
-            "It stores to the slot and not to the position. That is a scatter: the output is "
-            "contiguous, in the order of the text.",
+            "The rows are stored at the slot and not at the position. The output is in the order "
+            "of the text: use the position.",
             (_TO, "row = slot * out_row + head * out_head"),
         ),
         _planted(
-            "The store has no mask: lanes that read nothing write what they did not read.",
+            "The store has no mask: lanes that loaded nothing store all the same.",
             (_STORED, "rows)"),
         ),
         _planted(
-            "The slots are read without a mask: the slot mapping ends where the text does, in the "
-            "middle of the last tile.",
+            "The slots are loaded without a mask: the slot mapping ends where the text does, in "
+            "the middle of the last tile.",
             ("mask=held, other=0", ""),
         ),
         _planted(
-            "The rows are read without the tail's mask: lanes that are off get slot 0 and read "
-            "what lies there, which is somebody else's.",
+            "The rows are loaded without the tail's mask: lanes that are off have slot 0 and load "
+            "its row, which belongs to another sequence.",
             ("rows = tl.load(pool_ptr + row[:, None] + dim[None, :], mask=mask)",
              "rows = tl.load(pool_ptr + row[:, None] + dim[None, :], "
              "mask=(dim < HEAD_DIM)[None, :])"),

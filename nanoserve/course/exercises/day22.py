@@ -1,4 +1,4 @@
-"""Day 22: the softmax that is folded tile by tile, and the kernel made of it."""
+"""Day 22: a softmax folded tile by tile, and the kernel made of it."""
 
 import ast
 import inspect
@@ -90,7 +90,7 @@ def _fold_but(
     m, l, acc, scores, values, *,  # noqa: E741
     largest=None, alpha=None, l_alpha=None, acc_alpha=None, under=None, part=None, out=None,
 ):  # fmt: skip
-    """The right fold with one thing changed: each option is a function of what it needs."""
+    """The right fold with one step replaced: each option is a function of its inputs."""
     m_new = (largest or (lambda m, s: torch.maximum(m, s.amax(-1))))(m, scores)
     shrink = (alpha or (lambda m, m_new: torch.exp(m - m_new)))(m, m_new)
     p = torch.exp(scores - (under or (lambda m, m_new: m_new))(m, m_new)[:, None])
@@ -126,15 +126,17 @@ def _no_alpha(*args):
 
 @wrong(
     "alpha is upside down: it is exp(m_old - m_new), at most 1. exp(m_new - m_old) makes the old "
-    "part grow, and is infinite at the first tile."
+    "part grow, and is infinite at the first tile.",
+    hints="second",
 )
 def _alpha_upside_down(*args):
     return _fold_but(*args, alpha=lambda m, m_new: torch.exp(m_new - m))
 
 
 @wrong(
-    "alpha shrinks the new tile instead of the old sums. The tile was measured against m_new "
-    "already; it is the old ones that were not."
+    "alpha shrinks the new tile instead of the old sums. The tile's exponentials are taken against "
+    "m_new already; the old sums were taken against m.",
+    hints="second",
 )
 def _alpha_on_the_new(m, l, acc, scores, values):  # noqa: E741
     m_new = torch.maximum(m, scores.amax(-1))
@@ -144,7 +146,7 @@ def _alpha_on_the_new(m, l, acc, scores, values):  # noqa: E741
 
 
 @wrong(
-    "The maximum is not carried: m is this tile's own, and forgets a larger one from before. Then "
+    "The maximum is not carried: m is this tile's own, and a larger one from before is lost. Then "
     "alpha is above 1, and overflows when the scores fall far enough. Take the larger of both."
 )
 def _tile_s_maximum(*args):
@@ -153,15 +155,16 @@ def _tile_s_maximum(*args):
 
 @wrong(
     "The maximum is not carried: the m that comes back is the old one, so the next tile shrinks "
-    "what is there by the wrong alpha. Return m_new."
+    "what is there by the wrong alpha. Return m_new.",
+    hints="whole",
 )
 def _old_m_returned(*args):
     return _fold_but(*args, out=lambda m, m_new, l, acc: (m, l, acc))  # noqa: E741
 
 
 @wrong(
-    "One maximum is taken over all rows. Each query has its own: beside a row of large scores, a "
-    "row of small ones would vanish to 0 / 0."
+    "One maximum is taken over all rows. Each query has a maximum of its own: under another row's "
+    "large maximum, a row of small scores becomes 0 / 0."
 )
 def _one_for_all(*args):
     return _fold_but(*args, largest=lambda m, s: torch.maximum(m, s.max()))
@@ -177,7 +180,8 @@ def _under_the_old(*args):
 
 @wrong(
     "No maximum is subtracted: exp(score) itself is summed. It is right on paper, and infinite "
-    "for a score above 88."
+    "for a score above 88.",
+    hints="large",
 )
 def _no_maximum(m, l, acc, scores, values):  # noqa: E741
     p = torch.exp(scores)
@@ -186,7 +190,8 @@ def _no_maximum(m, l, acc, scores, values):  # noqa: E741
 
 @wrong(
     "There is no maximum: m comes back as it went in, and exp(score) itself is summed. That is "
-    "right on paper, and infinite for a score above 88. The new m is the largest score so far."
+    "right on paper, and infinite for a score above 88. The new m is the largest score so far.",
+    hints="large",
 )
 def _m_untouched(m, l, acc, scores, values):  # noqa: E741
     p = torch.exp(scores)
@@ -203,23 +208,25 @@ def _sum_of_all_rows(m, l, acc, scores, values):  # noqa: E741
 
 @wrong(
     "That is the softmax of this tile alone: what l and acc held from before is lost. Shrink the "
-    "old sums by alpha and add the tile to them."
+    "old sums by alpha and add the tile to them.",
+    hints="second",
 )
 def _this_tile_alone(m, l, acc, scores, values):  # noqa: E741
     return scores.amax(-1), torch.ones_like(l), scores.softmax(-1) @ values
 
 
 @wrong(
-    "The tile replaces what was there: l and acc hold this tile and none before it. Shrink the old "
-    "sums by alpha and add the tile to them."
+    "l and acc hold this tile and none before it. Shrink the old sums by alpha and add the tile to "
+    "them."
 )
 def _forgets(*args):
     return _fold_but(*args, alpha=lambda m, m_new: torch.zeros_like(m))
 
 
 @wrong(
-    "acc is divided by l inside the loop, so the next tile divides again what was divided. "
-    "Division comes once, after the last tile."
+    "acc is divided by l at each tile, so the next tile divides again what was divided. The check "
+    "divides once, after the last tile.",
+    hints="whole",
 )
 def _divided(*args):
     return _fold_but(*args, out=lambda m, m_new, l, acc: (m_new, l, acc / l[:, None]))  # noqa: E741
@@ -227,7 +234,8 @@ def _divided(*args):
 
 @wrong(
     "Each tile is divided by its own sum: a softmax per tile. Every tile then weighs the same, "
-    "whatever its scores."
+    "whatever its scores.",
+    hints="whole",
 )
 def _softmax_per_tile(*args):
     return _fold_but(*args, part=lambda p, s, v: s.softmax(-1) @ v)
@@ -238,7 +246,7 @@ def _raw_scores(*args):
     return _fold_but(*args, part=lambda p, s, v: s @ v)
 
 
-@wrong("The right three numbers in another order: give back m, l, acc.")
+@wrong("The three are right, in another order: return m, l, acc.")
 def _another_order(*args):
     return _fold_but(*args, out=lambda m, m_new, l, acc: (l, m_new, acc))  # noqa: E741
 
@@ -421,22 +429,22 @@ def _kernel_but(why: str, *edits: tuple[str, str], hints: str | None = None) -> 
 
 _KERNEL_WRONG = (
     _kernel_but(
-        "The tail mask is forgotten where the slots are loaded: the last tile is ragged, and "
-        "behind the last position lies somebody else's memory. mask=position < kv_len.",
+        "The slots are loaded without the tail's mask: the last tile is ragged, and behind the "
+        "last position lies other memory. mask=position < kv_len.",
         ("position, mask=held, other=0)", "position)"),
     ),
     _kernel_but(
-        "The lanes behind the last key are not hidden. Their score is 0, not -inf, so each of them "
-        "weighs exp(0 - m) and takes its share of the sum.",
+        "The lanes behind the last key are not hidden. Their score is 0, not -inf, so each adds "
+        "exp(0 - m) to the sum.",
         ('tl.where(position < visible, score, float("-inf"))', "score"),
     ),
     _kernel_but(
         "The tail is masked, and the future is not: in a prefill the first queries see keys that "
-        "come after them. Hide what is not position < visible.",
+        "come after them. Hide every lane that is not position < visible.",
         ("tl.where(position < visible", "tl.where(held"),
     ),
     _kernel_but(
-        "The ragged last tile is left out: the loop stops at the last whole tile. Let it run to "
+        "The ragged last tile is left out: the loop ends with the last whole tile. Let it run to "
         "visible, and mask.",
         ("range(0, visible, TILE)", "range(0, visible - TILE + 1, TILE)"),
     ),
@@ -444,6 +452,7 @@ _KERNEL_WRONG = (
         "The loop goes on by one key, and loads TILE of them at each turn, so most keys count many "
         "times. The step is TILE.",
         ("range(0, visible, TILE)", "range(0, visible)"),
+        hints="loop",
     ),
     _kernel_but(
         "Every turn loads the first tile again: start is missing from the positions.",
@@ -453,6 +462,7 @@ _KERNEL_WRONG = (
         "The query does not see itself: position p sees p + 1 keys, 0 to p. The very first query "
         "would see none, and divide 0 by 0.",
         ("query_len + query + 1", "query_len + query"),
+        hints="band",
     ),
     _kernel_but(
         "m starts at a number. Where all scores are far below it, every exp(score - m) is 0, and "
@@ -467,6 +477,7 @@ _KERNEL_WRONG = (
         "visible = query + 1 is a prefill from empty. In a decode query 0 is the last token: "
         "kv_len - query_len + query + 1.",
         ("kv_len - query_len + query + 1", "query + 1"),
+        hints="band",
     ),
     _kernel_but(
         "visible = kv_len lets every query see every key, those after it too. Only the last one "
@@ -479,8 +490,8 @@ _KERNEL_WRONG = (
         ("range(0, visible, TILE)", "range(0, tl.cdiv(visible, TILE))"),
     ),
     _kernel_but(
-        "A hidden key gets the score 0, and then weighs exp(0 - m). A score that weighs nothing is "
-        '-inf: float("-inf").',
+        "A hidden key gets the score 0, so its weight is exp(0 - m). The score with weight 0 is "
+        'float("-inf").',
         ('visible, score, float("-inf")', "visible, score, 0.0"),
     ),
     _kernel_but(
@@ -490,18 +501,20 @@ _KERNEL_WRONG = (
         ("p = tl.exp(score - m_new)", "p = tl.exp(score)"),
     ),
     _kernel_but(
-        "Keys and values are loaded without other: a masked lane is NaN then (on a card, anything),"
-        " and 0 times NaN is NaN. tl.load(..., mask=mask, other=0.0).",
+        "Keys and values are loaded without other: a masked lane is NaN then (on a GPU, anything), "
+        "and 0 times NaN is NaN. tl.load(..., mask=mask, other=0.0).",
         ("k_head)[:, None] + dim[None, :], mask, 0.0)", "k_head)[:, None] + dim[None, :], mask)"),
         ("v_head)[:, None] + dim[None, :], mask, 0.0)", "v_head)[:, None] + dim[None, :], mask)"),
+        hints="pad",
     ),
     _kernel_but(
-        "The values are loaded without other: behind the last key they are NaN then (on a card, "
+        "The values are loaded without other: behind the last key they are NaN then (on a GPU, "
         "anything), and a weight of 0 times NaN is NaN. Add other=0.0.",
         ("v_head)[:, None] + dim[None, :], mask, 0.0)", "v_head)[:, None] + dim[None, :], mask)"),
+        hints="pad",
     ),
     _kernel_but(
-        "The keys are loaded without other: in the padded channels they are NaN then (on a card, "
+        "The keys are loaded without other: in the padded channels they are NaN then (on a GPU, "
         "anything), and so is the score that sums over them. Add other=0.0.",
         ("k_head)[:, None] + dim[None, :], mask, 0.0)", "k_head)[:, None] + dim[None, :], mask)"),
     ),
@@ -534,26 +547,27 @@ _KERNEL_WRONG = (
         "begins at slot * k_slot.",
         ("slot * k_slot", "slot"),
         ("slot * v_slot", "slot"),
+        hints="stride",
     ),
     _kernel_but(
-        "The values are read with the keys' strides. They are equal in most pools, and nobody "
-        "promises it: v_slot and v_head.",
+        "The values are loaded with the keys' strides. The two pools need not lie alike: use "
+        "v_slot and v_head.",
         ("slot * v_slot + kv_head * v_head", "slot * k_slot + kv_head * k_head"),
     ),
     _kernel_but(
-        "The position is used as the slot, and the slot mapping is never read. Key number i lies "
-        "in slot_ptr[i].",
+        "The position is used as the slot, and the slot mapping is never loaded. Key number i lies "
+        "in slot slot_ptr[i].",
         ("tl.load(slot_ptr + position, mask=held, other=0)", "tl.where(held, position, 0)"),
     ),
     _kernel_but(
-        "Keys and values are loaded without a mask. The padded channels belong to the next head, "
-        "and behind the last one to nobody; the tail reads a slot that is not ours.",
+        "Keys and values are loaded without a mask. The padded channels belong to the next head or "
+        "lie outside the pool, and the tail loads a slot of another sequence.",
         ("k_head)[:, None] + dim[None, :], mask, 0.0)", "k_head)[:, None] + dim[None, :])"),
         ("v_head)[:, None] + dim[None, :], mask, 0.0)", "v_head)[:, None] + dim[None, :])"),
     ),
     _kernel_but(
-        "The mask of the keys and values covers the channels and not the tail. There the slot is "
-        "0, somebody else's, and a weight of 0 times NaN is NaN.",
+        "The mask of the keys and values covers the channels and not the tail. The tail's slot is "
+        "0, which may hold NaN, and a weight of 0 times NaN is NaN.",
         ("held[:, None] & in_head[None, :]", "in_head[None, :]"),
     ),
     _kernel_but(
@@ -584,16 +598,17 @@ _KERNEL_WRONG = (
     ),
     _kernel_but(
         "The maximum is not carried: m is never set to m_new, so alpha is exp(-inf) = 0 at every "
-        "turn, and the last tile wipes out the rest.",
+        "turn, and only the last tile is left.",
         ("        m = m_new\n", ""),
     ),
     _kernel_but(
-        "acc is divided by l inside the loop, and the next turn adds to something that was divided "
-        "already. Division comes once, at the end.",
+        "acc is divided by l inside the loop, and the next turn adds to an acc that is divided "
+        "already. Divide once, at the end.",
         ("        m = m_new\n", "        m = m_new\n        acc = acc / l\n"),
+        hints="loop",
     ),
     _kernel_but(
-        "Softmax weights are mixed with the keys: acc is a sum of values, v_ptr's.",
+        "acc sums the keys. The weights p belong to the values: sum p times v.",
         ("tl.sum(p[:, None] * v.to", "tl.sum(p[:, None] * k.to"),
     ),
 )  # fmt: skip
@@ -621,8 +636,8 @@ KERNEL = Exercise(
             "alpha + tl.sum(p, axis=0); acc likewise, with p[:, None] * v; m = m_new",
         ),
         "tail": (
-            "The last tile reaches behind the last key. What do those lanes load, and what do they "
-            "weigh?",
+            "The last tile reaches behind the last key. What do those lanes load, and which weight "
+            "do they get?",
             "Three places: held = position < kv_len masks the load of the slots; held and "
             "in_head together mask the keys and values; and the score of a lane that is not "
             "position < visible becomes -inf, so that its exp is 0.",
@@ -658,8 +673,8 @@ KERNEL = Exercise(
         ),
         "pad": (
             "Which lanes of a block [TILE, BLOCK_D] are this head's keys, and which are not?",
-            "Those of a held position and of a channel below HEAD_DIM. All others may belong to "
-            "somebody else, or lie outside: load 0 for them.",
+            "The lanes of a held position and of a channel below HEAD_DIM. The others may belong "
+            "to another head or sequence, or lie outside: load 0 for them.",
             "mask = held[:, None] & in_head[None, :], as the second argument of both loads, with "
             "0.0 as the third",
         ),

@@ -1,4 +1,4 @@
-"""Day 23: the launch of the kernel, and the choice of what runs it."""
+"""Day 23: the launch of the kernel, and the choice of its backend."""
 
 import torch
 
@@ -19,7 +19,7 @@ def launch_arguments(q, k_pool, v_pool, out):
 
 
 def named(got, expected) -> str | None:
-    """As exact, and a stride that is wrong is called by the kernel's name for it."""
+    """As exact; the message names a wrong stride as the kernel does."""
     message = exact(got, expected)
     if message is None:
         return None
@@ -100,40 +100,40 @@ def _changed(q, k_pool, v_pool, out, /, **parts):
 
 
 @wrong(
-    "The grid is turned round: the kernel's axis 0 is the query and its axis 1 the head, so that "
-    "program (5, 0) would be query 5 of head 0."
+    "The grid's axes are exchanged: axis 0 is the query and axis 1 the query head, so that program "
+    "(5, 0) is query 5 of head 0."
 )
 def _grid_turned(q, k_pool, v_pool, out):
     return _changed(q, k_pool, v_pool, out, grid=(q.shape[1], q.shape[2]))
 
 
 @wrong(
-    "That is a program per KV head. This kernel has one per query head, and each finds its KV head "
-    "by head // N_REP."
+    "That is a program per KV head. This kernel has a program per query head, which computes its "
+    "KV head as head // N_REP."
 )
 def _grid_of_kv_heads(q, k_pool, v_pool, out):
     return _changed(q, k_pool, v_pool, out, grid=(q.shape[2], k_pool.shape[1]))
 
 
 @wrong(
-    "One axis for all programs: the kernel asks for program_id(0) and program_id(1), and would "
-    "take every program for head 0."
+    "The grid has one axis: the kernel uses program_id(0) and program_id(1), and program_id(1) "
+    "would be 0 in every program."
 )
 def _grid_flat(q, k_pool, v_pool, out):
     return _changed(q, k_pool, v_pool, out, grid=(q.shape[2] * q.shape[1],))
 
 
 @wrong(
-    "A program per channel: channels are the lanes within a program, BLOCK_D of them, and no axis "
-    "of the grid."
+    "That is a program per channel. Channels are lanes within a program, BLOCK_D of them, and no "
+    "axis of the grid."
 )
 def _grid_of_channels(q, k_pool, v_pool, out):
     return _changed(q, k_pool, v_pool, out, grid=(q.shape[2], q.shape[1], q.shape[3]))
 
 
 @wrong(
-    "These strides are computed from shapes, as if everything lay contiguously. A view has the "
-    "shape of a tensor and the strides of another: ask tensor.stride()."
+    "These strides are computed from shapes, as if every tensor were contiguous. A view has "
+    "strides of its own: call tensor.stride()."
 )
 def _from_shapes(q, k_pool, v_pool, out):
     query_len, d, n_kv = q.shape[2], q.shape[3], k_pool.shape[1]
@@ -142,8 +142,9 @@ def _from_shapes(q, k_pool, v_pool, out):
 
 
 @wrong(
-    "Those are q's strides along its batch and head axes. q is [1, n_q, query_len, head_dim]: the "
-    "kernel moves along axes 1 and 2."
+    "These are q's strides along its batch and head axes. q is [1, n_q, query_len, head_dim]: the "
+    "kernel moves along axes 1 and 2.",
+    hints="strides",
 )
 def _axes_0_and_1(q, k_pool, v_pool, out):
     return _changed(q, k_pool, v_pool, out, q=q.stride()[:2], out=out.stride()[:2])
@@ -151,7 +152,8 @@ def _axes_0_and_1(q, k_pool, v_pool, out):
 
 @wrong(
     "q's and out's strides come as (sequence, head). The kernel's parameters are q_head, then "
-    "q_seq: the order of the axes."
+    "q_seq: the order of the axes.",
+    hints="strides",
 )
 def _sequence_first(q, k_pool, v_pool, out):
     return _changed(q, k_pool, v_pool, out, q=q.stride()[2:0:-1], out=out.stride()[2:0:-1])
@@ -159,30 +161,30 @@ def _sequence_first(q, k_pool, v_pool, out):
 
 @wrong(
     "The pools' strides come as (head, slot). A pool is [num_slots, n_kv, head_dim], and the "
-    "kernel takes k_slot first."
+    "kernel takes k_slot first.",
+    hints="strides",
 )
 def _head_before_slot(q, k_pool, v_pool, out):
     return _changed(q, k_pool, v_pool, out, k=k_pool.stride()[1::-1], v=v_pool.stride()[1::-1])
 
 
 @wrong(
-    "v_pool is given k_pool's strides. They have one shape, and need not lie alike: ask each "
-    "tensor for its own."
+    "v_pool gets k_pool's strides. The two have one shape, and may have different strides: call "
+    "stride() of each."
 )
 def _keys_for_values(q, k_pool, v_pool, out):
     return _changed(q, k_pool, v_pool, out, v=k_pool.stride()[:2])
 
 
-@wrong(
-    "out is given q's strides. out is a tensor of its own, and contiguous where q may be a view."
-)
+@wrong("out gets q's strides. out is a tensor of its own, and contiguous where q may be a view.")
 def _query_for_out(q, k_pool, v_pool, out):
     return _changed(q, k_pool, v_pool, out, out=q.stride()[1:3])
 
 
 @wrong(
-    "These are bytes. Triton multiplies by the element's size itself, as tensor.stride() does not: "
-    "strides are counted in elements."
+    "These are bytes. Strides are counted in elements, as tensor.stride() returns them; Triton "
+    "multiplies by the element's size.",
+    hints="units",
 )
 def _bytes(q, k_pool, v_pool, out):
     grid, strides = launch_arguments(q, k_pool, v_pool, out)
@@ -190,8 +192,9 @@ def _bytes(q, k_pool, v_pool, out):
 
 
 @wrong(
-    "These are sizes. A stride is how far apart two neighbours along an axis lie in memory, not "
-    "how many there are."
+    "These are sizes, the numbers of entries along an axis. A stride is the distance in memory "
+    "between two neighbours along an axis.",
+    hints="strides",
 )
 def _sizes(q, k_pool, v_pool, out):
     pools = (*k_pool.shape[:2], *v_pool.shape[:2])
@@ -200,8 +203,9 @@ def _sizes(q, k_pool, v_pool, out):
 
 
 @wrong(
-    "head_dim's strides are among them. The kernel takes eight: it adds `dim` as it is, since "
-    "channels lie side by side."
+    "The strides of head_dim are among them. The kernel takes eight: it adds `dim` as it is, since "
+    "channels lie side by side.",
+    hints="strides",
 )
 def _channels_too(q, k_pool, v_pool, out):
     grid, _ = launch_arguments(q, k_pool, v_pool, out)
@@ -211,7 +215,8 @@ def _channels_too(q, k_pool, v_pool, out):
 
 @wrong(
     "14 strides; the kernel takes 8: none for the batch, which is 1, and none for channels, which "
-    "lie side by side."
+    "lie side by side.",
+    hints="strides",
 )
 def _all_strides(q, k_pool, v_pool, out):
     grid, _ = launch_arguments(q, k_pool, v_pool, out)
@@ -223,14 +228,14 @@ LAUNCH = Exercise(
     _launch_cases,
     hints={
         "grid": (
-            "How many programs does the kernel want, and which axis of the grid is which?",
+            "How many programs does the kernel have, and which axis of the grid is which?",
             "Read its first two lines: program_id(0) is the query, program_id(1) the query head. "
             "q is [1, n_q, query_len, head_dim].",
             "grid = (q.shape[2], q.shape[1])",
         ),
         "strides": (
             "Does the shape of a tensor say where its rows lie?",
-            "No: a view keeps the memory of the tensor that it was made from. Each tensor's "
+            "No: a view uses the memory of the tensor that it was made from. Each tensor's "
             "stride() is a tuple, one number per axis. Of q and out you need axes 1 and 2, of the "
             "pools axes 0 and 1.",
             "strides = (*q.stride()[1:3], *k_pool.stride()[:2], *v_pool.stride()[:2], "
@@ -238,9 +243,9 @@ LAUNCH = Exercise(
         ),
         "units": (
             "In which unit does a kernel count offsets?",
-            "In elements, as tensor.stride() does. Triton knows from the pointer how many bytes an "
-            "element has.",
-            "Hand over the strides as they are, with no element_size().",
+            "In elements, as tensor.stride() does. The pointer's type gives the bytes of an "
+            "element.",
+            "Pass the strides as they are, with no element_size().",
         ),
     },
     solution=launch_arguments,
@@ -277,13 +282,13 @@ def _choose_cases() -> list[Case]:
         return Case(what, args, kind="refuse", expected=raises(ValueError, args[-1]))
 
     return [
-        case("an H200, capability 9.0", "card", "cuda", True, (9, 0)),
-        case("a T4, capability 7.5", "card", "cuda", True, (7, 5)),
-        case("an L4, capability 8.9", "card", "cuda", True, (8, 9)),
-        case("a B200, capability 10.0", "card", "cuda", True, (10, 0)),
-        case("a V100, capability 7.0", "card", "cuda", True, (7, 0)),
-        case("a Jetson Xavier, capability 7.2", "card", "cuda", True, (7, 2)),
-        case("a P40, capability 6.1", "card", "cuda", True, (6, 1)),
+        case("an H200, capability 9.0", "gpu", "cuda", True, (9, 0)),
+        case("a T4, capability 7.5", "gpu", "cuda", True, (7, 5)),
+        case("an L4, capability 8.9", "gpu", "cuda", True, (8, 9)),
+        case("a B200, capability 10.0", "gpu", "cuda", True, (10, 0)),
+        case("a V100, capability 7.0", "gpu", "cuda", True, (7, 0)),
+        case("a Jetson Xavier, capability 7.2", "gpu", "cuda", True, (7, 2)),
+        case("a P40, capability 6.1", "gpu", "cuda", True, (6, 1)),
         case("an H200 where Triton is missing", "elsewhere", "cuda", False, (9, 0)),
         case("the CPU, Triton installed", "elsewhere", "cpu", True, None),
         case("the CPU of a Windows laptop", "elsewhere", "cpu", False, None),
@@ -313,46 +318,44 @@ def _by(able, override, *, reject=True, known=BACKENDS):
 
 
 @wrong(
-    "Triton is chosen wherever it is installed, for tensors on the CPU too. It compiles for cards: "
-    "there its launch would fail, or read memory that it cannot reach."
+    "Triton is chosen wherever it is installed, for tensors on the CPU too. It compiles for GPUs: "
+    "a launch on CPU tensors fails."
 )
 def _wrong_device(device_type, has_triton, capability, override=None):
     return _by(has_triton and (capability is None or capability >= (7, 5)), override)
 
 
 @wrong(
-    "The device is not looked at, only whether a card is there. Tensors can lie on the CPU of a "
-    'machine that has an H200, and Triton cannot reach them: ask for "cuda" too.'
+    "The device is ignored: any machine with a GPU gets Triton. Tensors can lie on the CPU of a "
+    'machine that has an H200, where Triton cannot load them: compare with "cuda" too.'
 )
 def _device_forgotten(device_type, has_triton, capability, override=None):
     return _by(has_triton and capability is not None and capability >= (7, 5), override)
 
 
 @wrong(
-    "Everything that is not the CPU is taken for a card of NVIDIA's. A Mac's GPU is none, and has "
-    'no capability: ask for "cuda".'
+    "Every device but the CPU is taken for an NVIDIA GPU. A Mac's GPU is not one, and has no "
+    'capability: compare with "cuda".'
 )
 def _not_the_cpu(device_type, has_triton, capability, override=None):
     able = device_type != "cpu" and has_triton and (capability is None or capability >= (7, 5))
     return _by(able, override)
 
 
-@wrong("A card is enough for it. But Triton has to be there as well: has_triton is not looked at.")
+@wrong("has_triton is ignored: a GPU alone is not enough, Triton must be installed as well.")
 def _triton_forgotten(device_type, has_triton, capability, override=None):
     return _by(device_type == "cuda" and capability >= (7, 5), override)
 
 
-@wrong(
-    "The capability is not looked at: on an older card the choice falls on Triton, and the kernel "
-    "on its first launch."
-)
-def _any_card(device_type, has_triton, capability, override=None):
+@wrong("The capability is ignored: an older GPU gets Triton, which fails at the first launch.")
+def _any_gpu(device_type, has_triton, capability, override=None):
     return _by(device_type == "cuda" and has_triton, override)
 
 
 @wrong(
-    'The capability is compared as text, and there "10.0" comes before "7.5": the newest cards are '
-    "passed over. Compare the pair with (7, 5)."
+    'The capability is compared as text, where "10.0" comes before "7.5": the newest GPUs get '
+    "tlsim. "
+    "Compare the pair with (7, 5)."
 )
 def _as_text(device_type, has_triton, capability, override=None):
     able = device_type == "cuda" and has_triton
@@ -360,58 +363,57 @@ def _as_text(device_type, has_triton, capability, override=None):
 
 
 @wrong(
-    "The capability, a pair, is compared with the number 7.5: Python refuses that. (7, 5) is a "
-    "pair too, and pairs are compared part by part."
+    "The capability is a pair, and Python does not compare a pair with the number 7.5. Compare "
+    "with the pair (7, 5)."
 )
 def _as_float(device_type, has_triton, capability, override=None):
     return _by(device_type == "cuda" and has_triton and capability >= 7.5, override)
 
 
 @wrong(
-    "Both parts of the capability are held to their own limit, so that 9.0 fails by its 0. Pairs "
-    "are compared like words: the second part counts only where the first is equal."
+    "Both parts of the capability have a limit of their own, so that 9.0 fails for its 0. Python "
+    "compares pairs like words: the second part counts only where the first is equal."
 )
 def _part_by_part(device_type, has_triton, capability, override=None):
     able = device_type == "cuda" and has_triton
     return _by(able and capability[0] >= 7 and capability[1] >= 5, override)
 
 
-@wrong("Only the first part of the capability is compared, and a V100 (7.0) gets in with a T4.")
+@wrong("Only the first part of the capability is compared, so a V100 (7.0) passes as a T4 does.")
 def _major_only(device_type, has_triton, capability, override=None):
     return _by(device_type == "cuda" and has_triton and capability[0] >= 7, override)
 
 
-@wrong("A T4 has exactly (7, 5), the least there may be: `>` turns it away, `>=` does not.")
+@wrong("A T4 has exactly (7, 5), the smallest that is allowed: `>` refuses it, `>=` does not.")
 def _above(device_type, has_triton, capability, override=None):
     return _by(device_type == "cuda" and has_triton and capability > (7, 5), override)
 
 
 @wrong(
-    "The override is ignored. It is there so that two backends can be compared on one machine, and "
-    "it comes first."
+    "The override is ignored. It exists to compare two backends on one machine, and comes first."
 )
 def _override_ignored(device_type, has_triton, capability, override=None):
     return choose(device_type, has_triton, capability)
 
 
 @wrong(
-    "An override counts on the CPU alone; on a card Triton runs all the same. Who asks for tlsim "
-    "there wants to compare the two."
+    'The override counts on the CPU alone. On a GPU it counts as well: with "tlsim" one compares '
+    "the two there."
 )
-def _card_decides(device_type, has_triton, capability, override=None):
+def _gpu_decides(device_type, has_triton, capability, override=None):
     able = device_type == "cuda" and has_triton and capability >= (7, 5)
     return _by(able, None if able and override in BACKENDS else override)
 
 
-@wrong('There is a third answer, by override alone: "reference", the oracle itself.')
+@wrong('A third backend exists, by override alone: "reference", the oracle.')
 def _two_only(device_type, has_triton, capability, override=None):
     able = device_type == "cuda" and has_triton and capability >= (7, 5)
     return _by(able, override, known=("triton", "tlsim"))
 
 
 @wrong(
-    "An override that cannot run falls back in silence. Whoever asked for Triton then measures "
-    "tlsim and believes it to be Triton: raise ValueError."
+    "An override that cannot run falls back in silence. The caller then measures tlsim and takes "
+    "it for Triton: raise ValueError."
 )
 def _silent_fallback(device_type, has_triton, capability, override=None):
     able = device_type == "cuda" and has_triton and capability >= (7, 5)
@@ -419,8 +421,8 @@ def _silent_fallback(device_type, has_triton, capability, override=None):
 
 
 @wrong(
-    "The override is handed back unseen, a name that nobody knows included, and Triton where it "
-    "cannot run. Say so here, not in the launch."
+    "The override is returned unchecked: an unknown name too, and Triton where it cannot run. "
+    "Raise ValueError here, not in the launch."
 )
 def _override_unseen(device_type, has_triton, capability, override=None):
     able = device_type == "cuda" and has_triton and capability >= (7, 5)
@@ -428,16 +430,18 @@ def _override_unseen(device_type, has_triton, capability, override=None):
 
 
 @wrong(
-    "Without an override it raises where Triton cannot run. Nobody asked for Triton there: tlsim "
-    "is the answer, and the engine runs."
+    'Without an override this raises where Triton cannot run. Return "tlsim" there, so that the '
+    "engine runs.",
+    hints="elsewhere",
 )
 def _no_fallback(device_type, has_triton, capability, override=None):
     return choose(device_type, has_triton, capability, override or "triton")
 
 
 @wrong(
-    "The fallback is the oracle. Then nothing is left to grade the engine with: fall back to "
-    '"tlsim", which runs the kernel\'s own source.'
+    "The fallback is the oracle, and then no independent result is left to check the engine with. "
+    'Fall back to "tlsim", which runs the kernel.',
+    hints="elsewhere",
 )
 def _oracle_as_fallback(device_type, has_triton, capability, override=None):
     found = choose(device_type, has_triton, capability, override)
@@ -448,36 +452,37 @@ CHOOSE = Exercise(
     "choose",
     _choose_cases,
     hints={
-        "card": (
+        "gpu": (
             "A capability is a pair of numbers. How are pairs compared?",
             "Python compares tuples from the left: (10, 0) >= (7, 5), (7, 0) < (7, 5). No text, no "
             "decimal number.",
             "able = device_type == 'cuda' and has_triton and capability >= (7, 5)",
         ),
         "elsewhere": (
-            "Three things must hold for Triton. Which one fails here, and what runs then?",
-            'The device must be "cuda", Triton installed, the card new enough. Ask in this order: '
-            "where there is no card the capability is None. Whatever fails, the answer is tlsim.",
+            "Three conditions must hold for Triton. Which one fails here, and which backend runs "
+            "then?",
+            'The device must be "cuda", Triton installed, the GPU new enough. Test in this order: '
+            "without a GPU the capability is None. If any fails, return tlsim.",
             'return "triton" if able else "tlsim", with able false before the capability is read',
         ),
         "override": (
-            "Who has the last word?",
-            "The override, where there is one: look at it before anything else is returned.",
+            "Which argument decides first?",
+            "The override, where there is one: test it before anything else is returned.",
             "if override is not None and it can run: return override",
         ),
         "refuse": (
-            "What if the override cannot be met?",
-            "Two ways: a name that is none of the three, or triton where Triton cannot run. Both "
-            "are ValueErrors that name the override.",
+            "Which overrides are errors?",
+            "A name that is none of the three, and triton where Triton cannot run. Both are "
+            "ValueErrors that name the override.",
             'if override == "triton" and not able: raise ValueError(f\'"triton" cannot run on '
             "{device_type}')",
         ),
     },
     solution=choose,
     wrong=(
-        _wrong_device, _device_forgotten, _not_the_cpu, _triton_forgotten, _any_card,
+        _wrong_device, _device_forgotten, _not_the_cpu, _triton_forgotten, _any_gpu,
         _as_text, _as_float, _part_by_part, _major_only, _above, _override_ignored,
-        _card_decides, _two_only,
+        _gpu_decides, _two_only,
         _silent_fallback, _override_unseen, _no_fallback, _oracle_as_fallback,
     ),
 )  # fmt: skip

@@ -39,8 +39,8 @@ def _other_way_back(lengths, seconds):
 
 
 @wrong(
-    "This is the regression of x on y: it divides by the spread of y, and gives lengths from "
-    "times. The exponent comes out upside down."
+    "This is the regression of x on y: it divides by the spread of y, and predicts lengths from "
+    "times. On a line, its slope is 1 over the exponent."
 )
 def _upside_down(lengths, seconds):
     x, y = _logs(lengths), _logs(seconds)
@@ -49,8 +49,8 @@ def _upside_down(lengths, seconds):
 
 
 @wrong(
-    "The squares below the fraction are those of the y; they should be the x's. On a line the "
-    "exponent comes out as its inverse, and where no time changes this divides by zero."
+    "The squares below the fraction are y's; they should be x's. On a line this gives 1 over the "
+    "exponent, and where no time changes it divides by zero."
 )
 def _squares_of_y(lengths, seconds):
     x, y = _logs(lengths), _logs(seconds)
@@ -60,7 +60,7 @@ def _squares_of_y(lengths, seconds):
     return slope, math.exp(mean_y - slope * mean_x)
 
 
-@wrong("The fraction stands on its head: the products of x and y go above, the squares of x below.")
+@wrong("The fraction is upside down: the products of x and y go above, the squares of x below.")
 def _on_its_head(lengths, seconds):
     x, y = _logs(lengths), _logs(seconds)
     mean_x, mean_y = fmean(x), fmean(y)
@@ -75,8 +75,8 @@ def _no_intercept(lengths, seconds):
 
 
 @wrong(
-    "The line is drawn through the origin: without the means taken off, the slope has to do the "
-    "intercept's work as well."
+    "The line goes through the origin, since the means are not subtracted. Subtract mean x and "
+    "mean y: the line has an intercept too."
 )
 def _through_the_origin(lengths, seconds):
     x, y = _logs(lengths), _logs(seconds)
@@ -90,7 +90,7 @@ def _still_a_logarithm(lengths, seconds):
     return exponent, math.log(constant)
 
 
-@wrong("The two are the wrong way round: the exponent comes first.")
+@wrong("The two are exchanged: return the exponent first, then the constant.")
 def _swapped(lengths, seconds):
     return power_law(lengths, seconds)[::-1]
 
@@ -102,8 +102,8 @@ def _plain(lengths, seconds):
 
 
 @wrong(
-    "Only the seconds are logarithms here. The slope of that line says how fast e is raised to a "
-    "power, not the length."
+    "Only the seconds are logarithms here. Take the logarithms of the lengths too: that line is an "
+    "exponential of the length, not a power."
 )
 def _lengths_plain(lengths, seconds):
     slope, intercept = np.polyfit(lengths, _logs(seconds), 1)
@@ -111,8 +111,8 @@ def _lengths_plain(lengths, seconds):
 
 
 @wrong(
-    "This is the mean of the slopes between neighbours. Least squares weighs all points together: "
-    "a wobble in a short step tilts the line less."
+    "This is the mean of the slopes between neighbours. Least squares uses all points together, so "
+    "that a wobble in a short step tilts the line less."
 )
 def _mean_of_slopes(lengths, seconds):
     x, y = _logs(lengths), _logs(seconds)
@@ -120,7 +120,7 @@ def _mean_of_slopes(lengths, seconds):
     return slope, math.exp(fmean(y) - slope * fmean(x))
 
 
-@wrong("This line joins the first and the last point. Every point has a say.")
+@wrong("This line joins the first and the last point. Least squares uses every point.")
 def _ends(lengths, seconds):
     x, y = _logs(lengths), _logs(seconds)
     slope = (y[-1] - y[0]) / (x[-1] - x[0])
@@ -163,7 +163,7 @@ POWER_LAW = Exercise(
             "Then the intercept is mean y, and the constant e to it: the 3 seconds.",
         ),
         "wobble": (
-            "These points lie on no line. Which line is the nearest, and do all points have a say?",
+            "These points lie on no line. Which line is the nearest, and does it use all points?",
             "Least squares sums over all points, above and below the fraction: not over two, and "
             "not over the steps between neighbours.",
             "sum((a - mean_x) * (b - mean_y) ...) / sum((a - mean_x) ** 2 ...)",

@@ -61,7 +61,7 @@ def _outcome(answer, look: str):
         return found
     if look == "written":
         found, slots = {}, [cache.table.slot(p) for p in range(KV_LEN - 1)]
-        for layer, name in enumerate(NAMES):  # each in a layer that nobody has touched
+        for layer, name in enumerate(NAMES):  # each in a layer of its own
             empty = torch.ones(len(cache.pool.k[0]), dtype=torch.bool)
             empty[slots] = False
             paths[name](layer)
