@@ -16,7 +16,8 @@ from nanoserve.config import FAMILIES, ModelConfig, load_config, parse_config
 from nanoserve.layers import rope_frequencies
 from nanoserve.model import load_model
 from nanoserve.weights import expected_shapes
-from tests.checkpoints import LLAMA3, SHAPES, apart, reference_logits, save
+from tests.bounds import apart
+from tests.checkpoints import LLAMA3, SHAPES, reference_logits, save
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()

@@ -51,7 +51,8 @@ class Day:
         and `mine()` can run the engine with it.
         """
         wanted = name or getattr(answer, "__name__", None)
-        exercise = next((e for e in self.exercises if wanted in e.names), None)
+        named = sorted(self.exercises, key=lambda e: e.name != wanted)  # a former name comes second
+        exercise = next((e for e in named if wanted in e.names), None)
         if exercise is None:
             names = ", ".join(e.name for e in self.exercises) or "none"
             asked = wanted or short(answer)

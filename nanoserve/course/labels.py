@@ -32,7 +32,15 @@ PLACES = {
 DISTANCES = (8, 13, 19, 27, 38, 54, 76, 108, 150, 200)  # points
 FAR = 27  # points: from here on a thin line joins label and point
 PAD = 2.0  # pixels around a label that stay free
-COSTS = {"words": 8.0, "lines": 5.0, "markers": 4.0, "bars": 2.0, "margin": 3.0, "outside": 50.0}
+COSTS = {
+    "words": 8.0,
+    "lines": 5.0,
+    "markers": 4.0,
+    "bars": 2.0,
+    "margin": 3.0,
+    "leader": 0.6,
+    "outside": 50.0,
+}
 STEP = 1e-4  # for each candidate that comes before
 
 
@@ -105,6 +113,7 @@ def place(fig: Figure) -> None:
             if candidate.distance >= FAR:
                 leader = np.array([[*point, *((box.p0 + box.p1) / 2)]])
                 cost += COSTS["words"] * sum(_crossed(leader, words).any() for words in found.words)
+                cost += COSTS["leader"] * _steps_on_lines(leader[0], found.segments)
             if cost + STEP * order < least:
                 best, least = candidate, cost + STEP * order
             if not cost:
@@ -257,6 +266,13 @@ def _span(segments: np.ndarray, box: Bbox) -> tuple[np.ndarray, np.ndarray]:
 def _crossed(segments: np.ndarray, box: Bbox) -> np.ndarray:
     enter, leave = _span(segments, box)
     return enter < leave
+
+
+def _steps_on_lines(leader: np.ndarray, segments: np.ndarray) -> int:
+    """How many of ten places along a leader, its beginning apart, lie on a line."""
+    start, end = leader[:2], leader[2:]
+    places = [start + t * (end - start) for t in np.linspace(0.2, 1, 10)]
+    return sum(bool(_crossed(segments, Bbox([at - 3, at + 3])).any()) for at in places)
 
 
 def _clipped(segments: np.ndarray, area: Bbox) -> np.ndarray:

@@ -363,9 +363,9 @@ waves, ratio = (2 * math.pi / plain).tolist(), (scaled / plain).tolist()
 fig, ax = figure(height=3, xlabel="wavelength before scaling, in tokens", ylabel="new / old")
 ax.plot(waves, ratio, color=COLOURS["engine"], marker="o")
 ax.set_xscale("log")
-for edge, name in ((8_192 / 4, "4 turns"), (8_192, "1 turn")):
+for edge, name, side in ((8_192 / 4, "4 turns ", "right"), (8_192, " 1 turn", "left")):
     ax.axvline(edge, color=COLOURS["muted"], linewidth=1, linestyle=":")
-    ax.text(edge * 1.06, 0.55 if edge > 8_000 else 0.15, name, color=COLOURS["muted"])
+    ax.text(edge, 0.5, name, color=COLOURS["muted"], ha=side)
 label_line(ax, waves[5], 1, "kept", COLOURS["engine"], "below")
 label_line(ax, waves[26], ratio[26], "32 times slower", COLOURS["engine"], "above")
 fig

@@ -696,7 +696,7 @@ fig
 # that have passed. Below the texts it shows how often each was called.
 
 # %%
-from nanoserve import LLM
+from nanoserve import LLM, SamplingParams
 
 llm = LLM("smollm2")
 

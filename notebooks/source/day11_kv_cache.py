@@ -247,7 +247,7 @@ class NaiveKVCache:
 
 # %%
 def append(self, layer: int, k: torch.Tensor, v: torch.Tensor):
-    """Write k, v [1, n_kv, query_len, head_dim] behind the history; return views of all of it."""
+    """Write k, v [1, n_kv, query_len, head_dim] after the cached tokens'; return views of all."""
     raise NotImplementedError("your turn")
 
 
@@ -309,7 +309,7 @@ def gqa_attention(
     """Grouped-query attention (Ainslie et al. 2023): n_q query heads share n_kv keys and values.
 
     x [batch, seq, hidden], cos and sin [seq, head_dim] of x's positions -> [batch, seq, hidden].
-    A cache takes this step's keys and values as layer `index`'s, and gives back the whole history.
+    A cache takes this step's keys and values of layer `index`, and returns those of all its tokens.
     """
     q = _heads(_linear(x, layer, "self_attn.q_proj"), config.n_q)  # [batch, n_q, seq, head_dim]
     k = _heads(_linear(x, layer, "self_attn.k_proj"), config.n_kv)

@@ -454,7 +454,7 @@ CACHES = ("naive",)
 
 
 def new_cache(kind: str | None, model: Model, tokens: int) -> Cache | None:
-    """An empty cache of a kind in CACHES with room for `tokens` tokens; None is no cache."""
+    """An empty cache of a kind in CACHES, for up to `tokens` tokens; None is no cache."""
     return None if kind is None else NaiveKVCache(model.config)
 
 

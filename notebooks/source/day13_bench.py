@@ -593,9 +593,8 @@ def sdpa(
         weights = (rows @ k.to(wide).transpose(2, 3)).softmax(dim=-1)
         return (weights @ v.to(wide)).to(q.dtype).view(q.shape)
     q = q * scale  # fewer numbers to scale than scores
-    q = q.reshape(
-        batch * n_kv, n_q // n_kv, query_len, head_dim
-    )  # the query heads of one KV head form a group
+    # the query heads of one KV head form a group
+    q = q.reshape(batch * n_kv, n_q // n_kv, query_len, head_dim)
     k, v = k.flatten(0, 1), v.flatten(0, 1)  # [batch * n_kv, kv_len, head_dim]
     out = torch.empty_like(q)
     # scores of one tile; every tile writes into the same memory, since fresh memory is slow

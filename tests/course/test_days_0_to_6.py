@@ -5,7 +5,7 @@ import torch
 
 from nanoserve import LLM, SamplingParams, layers, weights
 from nanoserve.config import load_config
-from nanoserve.course import answers, check, store
+from nanoserve.course import answers, check, day, store
 from nanoserve.course.exercise import locate
 from nanoserve.course.exercises import day02, day04, day06, exercises_of
 from nanoserve.fetch import gguf_path
@@ -84,13 +84,19 @@ def saved(work, name, text):
 
 def test_an_answer_from_before_the_split_counts_for_both_parts(work):
     saved(work, "rope_frequencies", OLD)
-    [day] = [row for row in store.status() if row.info.number == 4]
-    assert day.passed == ("plain_frequencies",)
+    [row] = [row for row in store.status() if row.info.number == 4]
+    assert row.passed == ("plain_frequencies",)
     found = answers.saved_answers(4, exercises_of(4))
     assert [(each.exercise.name, each.trouble) for each in found] == [
         ("plain_frequencies", ""),
         ("rope_frequencies", ""),
     ]
+
+
+def test_a_name_that_was_another_exercise_s_finds_its_own(work, capsys):
+    today = day(4)
+    today.check(layers.rope_frequencies)
+    assert today.last.name == "rope_frequencies"
 
 
 @pytest.mark.parametrize("config", [day04.PLAIN, day04.LLAMA3, day04.SHORT])
@@ -107,8 +113,8 @@ def test_a_day_is_done_without_its_optional_exercise(work):
     for name in ("rms_norm", "rotate_half", "plain_frequencies"):
         progress.add_passed(4, name)
     progress.save()
-    [day] = [row for row in store.status() if row.info.number == 4]
-    assert (day.words, day.count) == ("done", "3 of 3")
+    [row] = [row for row in store.status() if row.info.number == 4]
+    assert (row.words, row.count) == ("done", "3 of 3")
 
 
 def run_day_2(llm):

@@ -248,8 +248,13 @@ class _SevenTokens:
 
 def _hidden_with_a_cache(model, config, weights, ids):
     cache = _SevenTokens()
-    out = model(config, weights).hidden(ids, cache)
-    return {"layers that called append": cache.layers, "output": out}
+    return model(config, weights).hidden(ids, cache)
+
+
+def _layers_that_wrote(model, config, weights, ids):
+    cache = _SevenTokens()
+    model(config, weights).hidden(ids, cache)
+    return cache.layers
 
 
 def _hidden_cases() -> list[Case]:
@@ -263,6 +268,8 @@ def _hidden_cases() -> list[Case]:
              kind="stack", compare=loose, call=_hidden),
         Case("a cache that holds 7 tokens", (CONFIG, random_weights(), ids[:1]),
              kind="cache", compare=loose, call=_hidden_with_a_cache),
+        Case("which layers write to a cache", (CONFIG, random_weights(), ids[:1]),
+             kind="cache", call=_layers_that_wrote),
         Case("a text that fills the context of 64", (first, random_weights(), full),
              kind="ends", compare=loose, call=_hidden),
     ]  # fmt: skip

@@ -605,8 +605,9 @@ def _sampling(logits: torch.Tensor, tokens: list[str]) -> widgets.FigureWidget:
                     ax.text(before[token] + 0.01, place, "removed", va="center",
                             fontsize=9, color=COLOURS["muted"])  # fmt: skip
             rest = 1 - float(after[ids].sum())
-            told = f"outlined: the model's probabilities\ntokens not shown: {rest:.0%}"
-            ax.text(0.99, 0.06, told, transform=ax.transAxes, ha="right", color=COLOURS["muted"])
+            legend = f"outlined: the model's probabilities\ntokens not shown: {rest:.0%}"
+            ax.text(0.99, 0.06, legend,
+                    transform=ax.transAxes, ha="right", color=COLOURS["muted"])  # fmt: skip
         ax.set(xlim=(0, 1), ylim=(len(tokens) - 0.4, -0.6))
         ax.grid(axis="y", visible=False)
         return fig

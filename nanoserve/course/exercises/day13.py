@@ -108,7 +108,7 @@ def _weights(config: ModelConfig) -> int:
     return sum(map(math.prod, expected_shapes(config).values()))
 
 
-def _history(config: ModelConfig, context: int) -> int:
+def _cached(config: ModelConfig, context: int) -> int:
     return config.num_layers * 2 * context * config.n_kv * config.head_dim
 
 
@@ -124,18 +124,18 @@ def _embedding_too(config, context, dtype):
 
 @wrong("The cache is counted for n_q heads. Keys and values have n_kv heads.", hints="cached")
 def _query_heads(config, context, dtype):
-    history = _history(config, context) * config.n_rep
-    return (_weights(config) + history) * dtype.itemsize
+    cached = _cached(config, context) * config.n_rep
+    return (_weights(config) + cached) * dtype.itemsize
 
 
 @wrong("A cached token has a key and a value in each layer: count both.", hints="cached")
 def _keys_only(config, context, dtype):
-    return (_weights(config) + _history(config, context) // 2) * dtype.itemsize
+    return (_weights(config) + _cached(config, context) // 2) * dtype.itemsize
 
 
 @wrong("It counts numbers, not bytes: multiply by dtype.itemsize.", hints="dtype")
 def _numbers(config, context, dtype):
-    return _weights(config) + _history(config, context)
+    return _weights(config) + _cached(config, context)
 
 
 @wrong(
@@ -143,7 +143,7 @@ def _numbers(config, context, dtype):
     hints="dtype",
 )
 def _four_bytes(config, context, dtype):
-    return 4 * (_weights(config) + _history(config, context))
+    return 4 * (_weights(config) + _cached(config, context))
 
 
 @wrong(
@@ -151,28 +151,28 @@ def _four_bytes(config, context, dtype):
     hints="dtype",
 )
 def _history_in_float32(config, context, dtype):
-    return _weights(config) * dtype.itemsize + 4 * _history(config, context)
+    return _weights(config) * dtype.itemsize + 4 * _cached(config, context)
 
 
 @wrong("Norms and biases are left out. They are small, but they are read.", hints="weights")
 def _matrices_only(config, context, dtype):
     shapes = [shape for shape in expected_shapes(config).values() if len(shape) > 1]
-    return (sum(map(math.prod, shapes)) + _history(config, context)) * dtype.itemsize
+    return (sum(map(math.prod, shapes)) + _cached(config, context)) * dtype.itemsize
 
 
 @wrong(
     "The cache of one layer is counted. Every layer has its own keys and values.", hints="cached"
 )
 def _one_layer(config, context, dtype):
-    history = _history(config, context) // config.num_layers
-    return (_weights(config) + history) * dtype.itemsize
+    cached = _cached(config, context) // config.num_layers
+    return (_weights(config) + cached) * dtype.itemsize
 
 
 @wrong(
     "Only the weights are counted. A step also reads the keys and values of `context` tokens.",
     hints="cached",
 )
-def _no_history(config, context, dtype):
+def _weights_only(config, context, dtype):
     return _weights(config) * dtype.itemsize
 
 
@@ -180,7 +180,7 @@ def _no_history(config, context, dtype):
     "The weights are counted once for each cached token. A step reads them once.", hints="weights"
 )
 def _again_and_again(config, context, dtype):
-    return (_weights(config) * max(1, context) + _history(config, context)) * dtype.itemsize
+    return (_weights(config) * max(1, context) + _cached(config, context)) * dtype.itemsize
 
 
 def _byte_cases() -> list[Case]:
@@ -222,7 +222,7 @@ BYTES_PER_TOKEN = Exercise(
     target="nanoserve.bench.decode:bytes_per_token",
     wrong=(
         _embedding_too, _query_heads, _keys_only, _numbers, _four_bytes, _history_in_float32,
-        _matrices_only, _one_layer, _no_history, _again_and_again,
+        _matrices_only, _one_layer, _weights_only, _again_and_again,
     ),
 )  # fmt: skip
 
