@@ -149,6 +149,8 @@ def offsets_and_mask(program: int, tile: int, n: int):
 # fault is all that differs. First the masks:
 
 # %%
+from textwrap import fill
+
 from nanoserve.course.exercises.day21 import planted
 
 
@@ -158,7 +160,7 @@ def attempt(kernel, *arguments, grid=(3,), **constants):
         tlsim.jit(kernel)[grid](*arguments, **constants)
         print("no fault")
     except tlsim.KernelError as error:
-        print(error)
+        print(*(fill(line, 100) for line in str(error).split("\n")), sep="\n")
 
 
 attempt(planted(double, (", mask=inside", "")), x, out, 10, BLOCK=4)
@@ -426,7 +428,8 @@ def examine(kernel):
     try:
         got = gather(tlsim.jit(kernel), pool, slot_mapping, 4)
     except tlsim.KernelError as error:
-        return f"sanitizer: {error}"
+        first, *rest = f"sanitizer: {error}".split("\n")
+        return "\n    ".join([fill(first, 100, subsequent_indent=4 * " "), *rest])
     wrong = (got != pool[slot_mapping]).any(-1).nonzero().tolist()
     return "comparison: differs first at position {}, head {}".format(*wrong[0]) if wrong else ""
 

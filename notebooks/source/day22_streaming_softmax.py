@@ -704,12 +704,14 @@ def small_dot(x_ptr):
 
 
 # %%
+from textwrap import fill
+
 for kernel in (changing_type, exp_of_halves, twelve_lanes, if_on_a_block, small_dot):
     try:
         kernel[(2,)](x)
     except tlsim.KernelError as error:
         reason = str(error).split("\n")[0].split(": ", 1)[1]
-        print(f"{kernel.__name__:14} {reason}")
+        print(fill(f"{kernel.__name__:14} {reason}", 100, subsequent_indent=15 * " "))
 
 # %% [markdown]
 # They come from three facts about compiled programs. What a loop carries lives in **one register**, of one

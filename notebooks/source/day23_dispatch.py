@@ -531,6 +531,8 @@ def _warn_fallback(gpu: str, reason: str) -> None:
 
 
 # %%
+from unittest.mock import patch
+
 os.environ.pop("NANOSERVE_BACKEND", None)
 print("the CPU:", select_backend("cpu"))
 with use_backend("reference"):
@@ -540,8 +542,8 @@ print("by the environment:", select_backend("cpu"))
 del os.environ["NANOSERVE_BACKEND"]
 for name in ("cuda", "triton"):
     try:
-        with use_backend(name):
-            select_backend("cpu")
+        with use_backend(name), patch("__main__.paged_attention_kernel", object()):
+            select_backend("cpu")  # the patch: as without TRITON_INTERPRET=1
     except ValueError as error:
         print(str(error).partition(":")[0])
 
@@ -549,16 +551,15 @@ for name in ("cuda", "triton"):
 # Testing the rule needs no GPU. Replace the functions of `torch.cuda`, and compare
 # `select_backend` with the plain function:
 
+
 # %%
-from unittest.mock import patch
-
-
 def on_a(card, capability, installed=True):
     """What select_backend answers on a card that is not there, and the warnings it gives."""
     with (
         patch("torch.cuda.get_device_name", lambda _: card),
         patch("torch.cuda.get_device_capability", lambda _: capability),
         patch("__main__.has_triton", lambda: installed),
+        patch("__main__.paged_attention_kernel", object()),  # as without TRITON_INTERPRET=1
         warnings.catch_warnings(record=True) as told,
     ):
         _warn_fallback.cache_clear()
