@@ -82,7 +82,7 @@ from nanoserve.kernels.sizes import next_power_of_2
 simulated = tlsim.jit(paged_attention_kernel)
 print("the same function:", simulated.fn is paged_attention_kernel.fn)
 source = inspect.getsource(simulated.fn)
-print("names that only one engine knows:", [x for x in ("torch", "tlsim", "cuda") if x in source])
+print("names that only one runtime binds:", [x for x in ("torch", "tlsim", "cuda") if x in source])
 
 # %% [markdown]
 # Which runtimes can run it here? Triton is published for Linux alone. Compiled, the kernel needs an
