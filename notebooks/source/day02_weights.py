@@ -443,8 +443,10 @@ def _rope_object(rope: Fields, outer: Fields) -> tuple[float, Llama3Scaling | No
 
 
 # %%
+from pprint import pprint
+
 config = load_config(path)
-print(config)
+pprint(config)
 
 # %% [markdown]
 # The folder beside the file holds the same model in the Hugging Face layout: `config.json`,
