@@ -298,7 +298,7 @@ from nanoserve.course.plots import COLOURS
 fig, ax = plots.figure(
     xlabel="token of the story",
     ylabel="lead of the best logit",
-    title="How close greedy came to flipping",
+    title="The lead of each choice",
 )
 with plots.style():
     ax.plot(range(1, len(lead) + 1), lead, "o", color=COLOURS["engine"])
