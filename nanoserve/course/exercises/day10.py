@@ -359,7 +359,8 @@ def _top_p_cases() -> list[Case]:
         Case("eight equal tokens at 0.5: how many stay", (torch.zeros(8), 0.5), kind="line",
              call=_how_many),
         Case("top_p = 0 keeps the best", (SIX, 0.0), kind="edges"),
-        Case("top_p = 1 keeps all, 8 rows of 3,000 tokens", (long_tail, 1.0), kind="one", call=_removed),
+        Case("top_p = 1 keeps all, 8 rows of 3,000 tokens", (long_tail, 1.0), kind="one",
+             call=_removed),
     ]  # fmt: skip
 
 
