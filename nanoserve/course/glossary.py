@@ -111,8 +111,8 @@ RMSNorm: Divide a vector by its root mean square, then multiply each number by a
 epsilon: A small number that is added under a square root, so that no vector is divided by zero.
 radian: A unit of angles. A full turn is 2 pi radians, about 6.28.
 wavelength: The number of tokens in which a RoPE pair makes one full turn.
-RoPE scaling: Slower rotations, so that a model can read longer texts than those of its first
-    training.
+RoPE scaling: Slower rotations of some pairs, so that a model can read longer texts than those of
+    its first training.
 relative position: The distance between two tokens. It is the same wherever they are in the text.
 """,
     5: """
