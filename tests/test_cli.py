@@ -401,15 +401,18 @@ def test_a_full_disk_is_one_line(tiny):
     assert done.stderr == b"nanoserve: [Errno 28] No space left on device\n"
 
 
+UTF8 = "h\u00e9\u4eac".encode()
+
+
 @pytest.mark.parametrize(
     ("encoding", "shown"),
-    [("ascii", b"h?"), ("latin-1", b"h\xe9"), ("utf-8", "hé".encode())],
+    # click takes ASCII for a misconfigured stream, as in the C locale, and writes UTF-8
+    [("ascii", UTF8), ("latin-1", b"h\xe9?"), ("utf-8", UTF8)],
 )
 def test_a_terminal_of_any_encoding_is_written_to(encoding, shown, tiny):
     done = shell("NANOSERVE generate 'h\u00e9\u4eac' TINY", tiny, PYTHONIOENCODING=encoding)
     assert done.returncode == 0, done.stderr
-    kanji = "京".encode() if encoding == "utf-8" else b"?"
-    assert done.stdout.startswith(shown + kanji)
+    assert done.stdout.startswith(shown)
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "utf-8"])

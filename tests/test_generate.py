@@ -1,6 +1,7 @@
 """The loop: tokens held to transformers, text held to the decoding of all tokens at once."""
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -704,6 +705,49 @@ def test_an_unknown_cache_is_named_before_anything_is_loaded(cache):
     known = "'paged', 'naive', None"
     with pytest.raises(ValueError, match=f"^cache '{cache}' is not known; supported: {known}$"):
         LLM("no such model", cache=cache)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, "float64", "bf16", torch.int64, None, 16])
+def test_a_dtype_that_is_not_supported_is_named_before_anything_is_loaded(dtype):
+    said = rf"^dtype {re.escape(repr(dtype))} is not supported; supported: float32, bfloat16, fl"
+    with pytest.raises(ValueError, match=said):
+        LLM("no such model", dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_dtype_may_be_named(dtype, tmp_path):
+    llm = LLM(write_checkpoint(tmp_path), dtype=dtype)
+    assert llm.model.dtype == getattr(torch, dtype)
+    assert len(llm.generate([PROMPT[:2]], SamplingParams(max_tokens=2))[0].token_ids) <= 2
+
+
+NOT_HERE = ["tpu", "cuda:77", "meta", None, "", 77]
+NOT_HERE += [] if torch.cuda.is_available() else ["cuda", torch.device("cuda"), 0]
+
+
+@pytest.mark.parametrize("device", NOT_HERE)
+def test_a_device_that_is_not_there_is_one_line_before_anything_is_loaded(device):
+    said = rf"^device '{re.escape(str(device))}' cannot be used: [^\n]+$"
+    with pytest.raises(ValueError, match=said):
+        LLM("no such model", device=device)
+
+
+@pytest.mark.parametrize("params", [{"max_tokens": 5}, 5, "greedy"])
+def test_params_of_another_kind_are_named(params, tiny):
+    with pytest.raises(ValueError, match=r"^params must be a SamplingParams, got "):
+        tiny.generate("a", params)
+
+
+@pytest.mark.parametrize("prompts", [5, None, 1.5])
+def test_prompts_of_another_kind_are_named(prompts, tiny):
+    with pytest.raises(ValueError, match=r"^prompts must be text, token ids, or a list"):
+        tiny.generate(prompts)
+
+
+@pytest.mark.parametrize("source", [None, 3, b"smollm2"])
+def test_a_source_of_another_kind_is_named(source):
+    with pytest.raises(ValueError, match=r"^a model is a name or a path, got "):
+        LLM(source)
 
 
 def test_a_bos_stands_before_text_once_and_never_before_ids_or_a_chat(tmp_path, monkeypatch):

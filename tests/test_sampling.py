@@ -2,7 +2,9 @@
 
 import math
 from collections import Counter
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -373,6 +375,29 @@ class TestParams:
     def test_the_ends_of_each_range_are_allowed(self, field: str, values: list) -> None:
         for value in values:
             assert getattr(SamplingParams(**{field: value}), field) == value
+
+    @pytest.mark.parametrize(
+        ("field", "value"),
+        [
+            ("max_tokens", np.int64(5)),
+            ("top_k", np.uint8(3)),
+            ("seed", np.int32(7)),
+            ("logprobs", np.int64(2)),
+            ("temperature", np.float32(0.5)),
+            ("temperature", Fraction(1, 2)),
+            ("top_p", np.float16(0.5)),
+            ("presence_penalty", np.int64(1)),
+        ],
+    )
+    def test_numbers_of_other_libraries_are_stored_as_pythons(self, field, value) -> None:
+        stored = getattr(SamplingParams(**{field: value}), field)
+        assert stored == value
+        assert type(stored) in (int, float)
+
+    @pytest.mark.parametrize("value", [np.bool_(True), np.float64("nan"), np.float32(1.5), "1"])
+    def test_what_is_no_integer_of_another_library_is_refused(self, value) -> None:
+        with pytest.raises(ValueError, match=r"^top_k must be an integer"):
+            SamplingParams(top_k=value)
 
     @pytest.mark.parametrize(
         ("stop", "kept"),

@@ -26,8 +26,8 @@ parameter: One number that was learned in training and is fixed now. SmolLM2-135
     million.
 tensor: An array of numbers with a shape and one type: here a PyTorch tensor.
 dtype: The type of the numbers in a tensor, such as float32.
-float32: A floating-point number in 4 bytes, good for about 7 decimal digits.
-inference: Running a trained model to get an answer, with nothing learned on the way.
+float32: A floating-point number in 4 bytes, with about 7 decimal digits.
+inference: Running a trained model to get an answer. The model learns nothing from it.
 oracle: A trusted answer to compare with. Ours is the transformers library on the same files.
 nanoserve: The inference engine that you build here, and that you can import.
 lands cell: A notebook cell whose code stands word for word in the package.
@@ -36,18 +36,17 @@ lands cell: A notebook cell whose code stands word for word in the package.
 logits: The model's scores for the next token, one for each token of the vocabulary.
 greedy: Taking the token with the highest score, every time.
 prompt: The text a model is given to go on from.
-context: All the tokens that the model sees at a step: the prompt and what it wrote so far.
+context: The tokens that the model sees in a step, and the maximum number of them.
 prefill: The first forward pass, which reads the whole prompt at once.
-decode: Every later step: one more token is made from all that came before.
+decode: Every later step: the model makes one more token from all tokens before it.
 forward pass: One run of token ids through the whole model, up to the logits.
 layer: One of the model's equal stages. SmolLM2-135M has 30 of them.
-activation: A tensor that a model computes on the way, as against the parameters it holds.
+activation: A tensor that a model computes from its input, unlike the fixed parameters.
 hook: A function that PyTorch calls when a part of a model has run; we use it to copy
     activations.
-key: What a past token offers to be found by, in attention: a vector in each layer.
-value: What a past token hands over once it is found, in attention.
-attention: The step in which a token looks at the tokens before it and takes from the ones that
-    matter.
+key: The vector by which attention finds a past token, in each layer.
+value: The vector that a past token contributes when attention finds it.
+attention: The step that mixes into each token a weighted sum of the values of earlier tokens.
 KV cache: The kept keys and values of past tokens, so that they are computed only once. Built on
     Day 11.
 FLOP: One floating-point operation: an addition or a multiplication.
@@ -59,16 +58,16 @@ checkpoint: A folder or file that holds a trained model: its parameters and how 
 config: The figures that fix a model's shape: how many layers, heads, dimensions and tokens.
 hidden size: The length of the vector that stands for one token inside the model: 576 in
     SmolLM2.
-head: One of the parts that attention is split into; each looks for something of its own.
+head: One of the parts that attention is split into, each with its own queries, keys and values.
 KV head: A head's keys and values. Several query heads can share one.
 GQA: Grouped-query attention: fewer KV heads than query heads. SmolLM2 has 9 query heads and 3
     KV heads.
-query head: A head's side that asks: it is compared with the keys.
+query head: A head's queries, which are compared with the keys.
 embedding: The table with one row of numbers per token of the vocabulary.
 tied head: A model whose last matrix is its embedding used again, so that it is stored once.
 state dict: A dictionary from a parameter's name to its tensor.
-safetensors: A file of named tensors that is mapped into memory as it lies, and can run no code.
-GGUF: The one-file format of llama.cpp: configuration, tokens and quantised tensors together.
+safetensors: A file of named tensors that can be mapped into memory and contains no code.
+GGUF: The file format of llama.cpp: configuration, tokens and quantised tensors in one file.
 bfloat16: A floating-point number in 2 bytes: float32's range with about 3 decimal digits.
 quantisation: Storing numbers in few bits, with some loss, to save memory and the time to read
     it.
@@ -92,25 +91,25 @@ BPE: Byte-pair encoding: start from bytes, and join the pair that training ranke
 merge: One rule of BPE: these two pieces, side by side, become one.
 pre-tokenizer: The splitter that cuts text into words before any merge; ours isolates every
     digit.
-special token: A token with a job instead of a text, such as the start of a message.
-BOS: The special token that opens a sequence, for the models that want one.
+special token: A token that stands for no text and has a job, such as starting a message.
+BOS: The special token that begins a sequence, for the models that need one.
 EOS: The special token that ends an answer: generation stops there.
 chat template: The recipe, in Jinja, that writes a list of messages as the text the model was
     trained on.
-detokeniser: The way back from token ids to text. A streaming one holds back half a character
-    until the rest comes.
+detokeniser: The part that turns token ids back into text. A streaming one holds back half a
+    character until the rest comes.
 streaming: Showing text while it is being made, piece by piece.
 replacement character: The sign � that stands where bytes are no valid text.
-round trip: There and back: encode, then decode, and have the same text.
+round trip: Encoding a text and decoding the ids: the result must be the same text.
 """,
     6: """
-softmax: It turns scores into shares: positive numbers that add up to 1, the largest score taking
-    most.
+softmax: A function that turns scores into positive numbers that add up to 1. The largest score
+    gets the largest share.
 attention weight: The share of its attention that a query gives to one key.
 causal mask: The rule that a token sees itself and what came before, never what comes after.
 MHA: Multi-head attention: a KV head of its own for each query head.
 MQA: Multi-query attention: one KV head for all query heads.
-attention sink: A token, mostly the first, that takes the attention which no other token needs.
+attention sink: A token, usually the first, that gets the attention that no other token needs.
 """,
     7: """
 residual stream: The vector of a token that runs through the whole model; each part adds to it.
@@ -147,17 +146,17 @@ RMSNorm: Dividing a vector by its root mean square, then scaling each number by 
 epsilon: A small number added under a root, so that a vector of zeros is not divided by zero.
 radian: The unit of angles here: a full turn is 2 pi of them, about 6.28.
 wavelength: The number of tokens in which a RoPE pair turns once around.
-RoPE scaling: Slowing a model's rotations, so that it can read texts longer than it was first
-    trained on.
-relative position: How far apart two tokens stand, wherever in the text they are.
+RoPE scaling: Slowing some of a model's rotations, so that it can read longer texts than those of
+    its first training.
+relative position: The distance between two tokens, independent of where in the text they are.
 """,
     5: """
 MLP: The part of a layer that works on each token alone: wider, bent, and back to the hidden size.
 activation function: A function that bends each number by itself, between two matrices.
 SiLU: The activation function z times sigmoid(z): near 0 for negative z, near z for positive.
-gate: A number that another one is multiplied by, and that so lets it through or holds it back.
+gate: A number that another number is multiplied by: near 0 it suppresses that number.
 SwiGLU: An MLP with two matrices side by side, where the SiLU of one gates the other.
-hidden unit: One of the numbers inside the MLP, between the way out and the way back: 1,536 in
+hidden unit: One of the numbers between the MLP's first two matrices and its last: 1,536 in
     SmolLM2.
 """,
     11: """

@@ -42,14 +42,14 @@ today.picture("tlsim-grid")
 # %% [markdown]
 # ## Why it matters
 #
-# A graphics card does one thing well: the same short program, thousands of times, side by side.
-# **Triton** is the language that most people write such programs in; vLLM and SGLang both have attention
-# kernels in it. The week's goal is a kernel that reads the pool where it lies.
+# A GPU does one thing well: it runs the same short program thousands of times, side by side.
+# **Triton** is a language for such programs; vLLM and SGLang both have attention
+# kernels in it. The week's goal is a kernel that loads keys and values from the pool in place.
 #
-# Two things stand in the way. You may not own a card. And on a card a wrong kernel rarely crashes: it
-# reads the number beside the one that was meant, and hands back something plausible.
+# There are two obstacles. You may not own a GPU. And on a GPU a wrong kernel rarely crashes: it
+# loads the number beside the right one, and returns something plausible.
 #
-# So we take both away. `tlsim` is Triton's programming model written in torch: the same source runs on
+# `tlsim` removes both. It is Triton's programming model written in torch: the same source runs on
 # any laptop, and each load and store is checked. On Day 23 that source goes to Triton without
 # a change.
 
@@ -93,14 +93,14 @@ out
 # | `BLOCK: tl.constexpr` | known when the kernel is compiled, so that a block has a fixed size: a power of two |
 # | `x_ptr` | a **pointer**. The tensor `x` came in, and in the kernel it is the place where its first element lies |
 # | `x_ptr + offsets` | four pointers, one for each lane |
-# | `mask=inside` | the lanes that take part. The others neither read nor write |
-# | `other=0` | not needed here: what a masked lane gets, as in `tl.load(..., mask=inside, other=0)`. Without it the lane holds nothing you may rely on: tlsim puts NaN there |
+# | `mask=inside` | the lanes that take part. The others neither load nor store |
+# | `other=0` | not needed here: what a masked lane gets, as in `tl.load(..., mask=inside, other=0)`. Without it the lane's value is undefined: tlsim puts NaN there |
 #
 # **Block** has two meanings this week: a kernel's block of *lanes*, and the 16 *slots* that the pool
 # hands out as one. `BLOCK`, and later `BLOCK_D`, count lanes.
 #
-# Three programs of four lanes make twelve, and there are ten numbers. A **trace** tells what each
-# program touched: it notes each load and store while a kernel runs.
+# Three programs of four lanes make twelve, and there are ten numbers. A **trace** records each load
+# and store while a kernel runs, and so which elements each program touched.
 
 # %%
 with tlsim.trace() as seen:
@@ -149,6 +149,8 @@ def offsets_and_mask(program: int, tile: int, n: int):
 # fault is all that differs. First the masks:
 
 # %%
+from textwrap import fill
+
 from nanoserve.course.exercises.day21 import planted
 
 
@@ -158,21 +160,21 @@ def attempt(kernel, *arguments, grid=(3,), **constants):
         tlsim.jit(kernel)[grid](*arguments, **constants)
         print("no fault")
     except tlsim.KernelError as error:
-        print(error)
+        print(*(fill(line, 100) for line in str(error).split("\n")), sep="\n")
 
 
 attempt(planted(double, (", mask=inside", "")), x, out, 10, BLOCK=4)
 
 # %% [markdown]
-# Line, program, lane, buffer, offset: all that you would want to know. A card would have read whatever
-# lies behind `x` and, worse, **stored** behind `out`, into another tensor. The second classic:
+# The error names line, program, lane, buffer and offset. A GPU would have loaded whatever
+# lies behind `x` and, worse, **stored** behind `out`, into another tensor. The second common fault:
 
 # %%
 attempt(planted(double, ("tl.program_id(0) * BLOCK + ", "")), x, out, 10, BLOCK=4)
 
 # %% [markdown]
-# Without `program_id` all three programs do the first block. The result depends on who comes last, so
-# two programs that store to one place are an error here, even if they store the same. (Programs that
+# Without `program_id` all three programs do the first block. The result depends on which program stores last, so
+# two programs that store to one address are an error here, even if they store the same number. (Programs that
 # must add to one number use `tl.atomic_add`.)
 #
 # ### Why a mask, and not an if
@@ -191,12 +193,13 @@ def with_an_if(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
 attempt(with_an_if, x, out, 10, BLOCK=4)
 
 # %% [markdown]
-# An `if` takes one way or the other, and in the last program two lanes would go one way and two the
-# other. A card's lanes move together, by one instruction at a time. So nothing branches; all lanes walk
-# the same path, and a mask says which of them count.
+# An `if` runs one branch or the other, and in the last program two lanes would need one branch and two the
+# other. A GPU's lanes run together, one instruction at a time. So nothing branches: all lanes run
+# the same instructions, and a mask says which lanes count.
 #
-# A condition that is one number for the whole program is another matter. Triton takes it. tlsim takes
-# it when it runs the programs one after another, and refuses it when it runs them all side by side:
+# A condition that is one number for the whole program is another matter. Triton accepts it. tlsim accepts
+# it when it runs the programs one after another. When all programs run side by side, tlsim refuses a condition that
+# differs between programs; one that is the same in all of them may stand, in an `if` or a `while`:
 
 
 # %%
@@ -212,9 +215,9 @@ with tlsim.options(order="serial"):
     attempt(first_two_alone, x, out, 10, BLOCK=4)
 
 # %% [markdown]
-# Those are the two orders there are. **Lockstep**, the usual one: each line for all programs before the
+# Those are the two orders. **Lockstep**, the usual one: each line for all programs before the
 # next line, which makes it fast. **Serial**: one whole program after another, in a shuffled order. A
-# right kernel gives the same in both, since no program may count on another one having run.
+# right kernel gives the same in both, since no program may depend on another having run.
 #
 # ## Rows of a pool
 #
@@ -246,7 +249,7 @@ print(slot * 1_024, slot.long() * 1_024)  # 8 KV heads of 128: 1,024 elements pe
 
 # %% [markdown]
 # So a slot is brought to 64 bits, `.to(tl.int64)`, before it is multiplied. Your laptop has no pool of
-# that size, and no test on it would notice. A card of 80 GB has room for one.
+# that size, and no test there would fail. A GPU of 80 GB has memory for one.
 #
 # Our slot mapping is int64 already, so here the cast changes nothing; it guards against a caller with
 # int32. `position * out_row` has 32 bits, enough while the output has fewer than 2**31 numbers.
@@ -274,7 +277,7 @@ print(slot * 1_024, slot.long() * 1_024)  # 8 KV heads of 128: 1,024 elements pe
 #
 # Two masks meet in a block: positions that are there, and lanes that are less than `HEAD_DIM`. With
 # `held[:, None] & in_head[None, :]` a lane takes part if both are true. Each row's numbers lie side by
-# side, so its last stride is 1 and is not handed in.
+# side, so its last stride is 1 and is no argument.
 #
 # Write the function alone; the check puts `@tlsim.jit` above it, for a kernel cannot `raise`.
 
@@ -375,8 +378,8 @@ for tile in (1, 2, 4, 8, 16, 32):
     assert all(equal)
 
 # %% [markdown]
-# And the model's own keys, in blocks that lie anywhere, with NaN in all slots that nobody owns. The
-# option `poison` makes reading a NaN an error, even where the number is thrown away later.
+# And the model's own keys, in blocks that lie anywhere, with NaN in all slots of other sequences. The
+# option `poison` makes loading a NaN an error, even where the number is not used.
 
 # %%
 from nanoserve import load_model, load_tokenizer
@@ -416,7 +419,7 @@ today.widget("launch-grid")
 # ## Six planted bugs
 #
 # Each differs from the right kernel in one line. Before you run them: which can the
-# sanitizer know about, and which only somebody who knows the right answer?
+# sanitizer find, and which only a comparison with the right answer?
 
 
 # %%
@@ -425,7 +428,8 @@ def examine(kernel):
     try:
         got = gather(tlsim.jit(kernel), pool, slot_mapping, 4)
     except tlsim.KernelError as error:
-        return f"sanitizer: {error}"
+        first, *rest = f"sanitizer: {error}".split("\n")
+        return "\n    ".join([fill(first, 100, subsequent_indent=4 * " "), *rest])
     wrong = (got != pool[slot_mapping]).any(-1).nonzero().tolist()
     return "comparison: differs first at position {}, head {}".format(*wrong[0]) if wrong else ""
 
@@ -445,9 +449,9 @@ for name, change in bugs.items():
 
 # %% [markdown]
 # The sanitizer names four of them, line and lane: two leave their buffers, two store where another
-# program has stored. The last two never leave the pool, and for those no watchman helps. Slot 20
-# without its stride is element 20, which is a perfectly good number of slot 0. Only the comparison
-# sees it. That is why the oracle was frozen before the kernel.
+# program has stored. The last two never leave the pool, and the sanitizer cannot find them. Slot 20
+# without its stride is element 20, which is a valid number of slot 0. Only the comparison
+# shows it. That is why the oracle was fixed before the kernel.
 #
 # Here is the first one in the picture. The lane without a mask, in vermilion, points past the end:
 
@@ -459,7 +463,7 @@ today.widget("launch-grid", fault="tail mask forgotten")
 #
 # Skip to "Measure it" now if you like; nothing there needs it.
 #
-# How can torch play a card? The trick is in one shape. What Triton holds per program, a number or a
+# How can torch simulate a GPU? By the shape of its tensors. What Triton holds per program, a number or a
 # block of numbers, tlsim holds **for all programs in one tensor**, the grid's three axes in front:
 #
 # | in the kernel | one program has | tlsim holds |
@@ -497,7 +501,7 @@ from typing import Any
 #
 # **Options** are what you set with `tlsim.options`. **Wave** is a set of programs that run side by
 # side, with their numbers as three small tensors. A grid of a million programs runs as many waves, so
-# that memory stays bounded. `current()` is how the words of the language find the wave they are in.
+# that memory stays bounded. `current()` returns the wave that is running.
 #
 # Options and waves are kept in a **ContextVar**: a global variable that is set for a while. `set` gives a token, and
 # `reset` with that token brings back what stood there before.
@@ -933,7 +937,7 @@ def _sum(a: Operand, b: Operand) -> Value:
 
 
 # %% [markdown]
-# ### Loads, stores and the watchman
+# ### Loads, stores and the sanitizer
 #
 # Three steps: **_access** finds the lanes that take part, **_check** refuses what is outside or was
 # stored to by another program, and then memory is read or written. In `load`, look at the branch for a
@@ -1434,8 +1438,8 @@ _TRITON = SimpleNamespace(
 # %% [markdown]
 # ## Measure it: neighbours move together
 #
-# Why does it matter whether lanes lie side by side? A card does not fetch single numbers. It fetches
-# **sectors** of 32 bytes, eight float32s, and what it does not need of a sector is thrown away.
+# Why does it matter whether lanes lie side by side? A GPU does not fetch single numbers. It fetches
+# **sectors** of 32 bytes, eight float32s, and drops the part of a sector that it does not need.
 #
 # Take a matrix of 64 x 64 numbers, 16 KiB. Each program reads 64 of them: a tile of `ROWS` x `COLS`.
 # With 1 x 64, a program's lanes lie in one row; with 64 x 1, in a column, where neighbours are
@@ -1463,7 +1467,7 @@ def sectors(access):
 # Every program reads each of its numbers once, in all of the tilings. Guess, for the columns:
 
 # %%
-today.predict("fetched", "By columns: how many times 16 KiB does a card fetch?", guess=None)
+today.predict("fetched", "By columns: how many times 16 KiB does a GPU fetch?", guess=None)
 
 # %%
 matrix, widths, found = torch.zeros(64, 64), (64, 32, 16, 8, 4, 2, 1), []
@@ -1508,12 +1512,11 @@ right.set(ylim=(8, max(256, 24 * (guess or 0))))
 fig
 
 # %% [markdown]
-# Down to eight lanes side by side nothing is lost: they fill a sector. Below that each sector is
-# fetched for less and less of it, and by columns a card moves eight times what was asked for. Nothing
+# Down to eight lanes side by side nothing is lost: they fill a sector. Below that a smaller part of
+# each sector is used, and by columns a GPU moves eight times the bytes of the lanes. Nothing
 # in the kernel's result would show it. The word for the good case is **coalesced**.
 #
-# Now the question that the pool has been waiting for. Paged memory is scattered memory. Does it waste
-# sectors?
+# Paged memory is scattered memory. Does it waste sectors?
 
 # %%
 with tlsim.trace() as seen:
@@ -1532,8 +1535,8 @@ assert whole == [True]
 # lies does not matter; that a row is *whole* does. This is why the pool ends in `head_dim`. The slot
 # mapping's 1.02: each head's reading ends in the middle of a sector.
 #
-# What the count does not show: a card's caches, which may catch a sector that another program has
-# fetched, and time. It is a count of a model. Day 27 measures a card.
+# The count leaves out a GPU's caches, which may hold a sector that another program has
+# fetched, and time. It is the count of a model. Day 27 measures a GPU.
 #
 # ## Lockstep against serial
 #
@@ -1566,30 +1569,29 @@ for tile in (4, 16, 64):
     assert tile > 4 or seconds["serial"] > 3 * seconds["lockstep"]
 
 # %% [markdown]
-# Serial pays for each program, however little it does. Lockstep does not mind how many there are, and
-# most of its time goes to the checks, which an engine may switch off when the kernel is proven. That is
-# what makes tlsim fit to run a whole model on Day 25.
+# Serial has a cost for each program, however little the program does. In lockstep all programs share each
+# operation, and a part of the time is the checks: compare your lines with and without them. An engine may switch
+# the checks off once the kernel is proven, as Day 25 does.
 #
-# It is a model of a card and no card. `pool[slot_mapping]` alone is faster than all three, and the
-# ratio of these times says nothing about a GPU. Serial is for doubt: in another order, with another
-# seed, the result must stay the same.
+# tlsim simulates a GPU, and the ratio of these times says nothing about one. The serial order is a test: in
+# another order, with another seed, the result must stay the same.
 #
 # ## What you learned
 #
 # 1. **A kernel says what one program does; its number says which part.** All that differs between two
 #    programs is `program_id`.
-# 2. **An address is a buffer and an offset.** Keep both, and every stray read can be named; inside the
-#    buffer, only an oracle knows what is right.
-# 3. **Scattered is cheap as long as rows are whole.** Memory moves in stretches, and the last axis
-#    decides how long they are.
+# 2. **An address is a buffer and an offset.** Keep both, and an error can name every load outside; inside the
+#    buffer, only a comparison with an oracle finds a fault.
+# 3. **Scattered rows cost nothing extra as long as each row is whole.** Memory moves in sectors, and the last
+#    axis decides how much of a sector is used.
 #
 # ## Tomorrow
 #
-# The gather copies keys so that attention can read them. Day 22 leaves the copy out: a program reads a
-# tile of keys, uses it, and forgets it. For that the softmax has to be folded, tile by tile.
+# The gather copies keys so that attention can read them. Day 22 leaves the copy out: a program loads a
+# tile of keys, uses it, and drops it. For that the softmax is computed tile by tile.
 #
-# **In one paragraph.** We launched programs instead of writing loops. Each knows its number, works out
-# its offsets from it, and reads and stores through a mask, because lanes that move together cannot
+# **In one paragraph.** We launched programs instead of writing loops. Each computes its offsets
+# from its number, and loads and stores through a mask, because lanes that run together cannot
 # branch. Under a model of Triton made of torch we gathered the pool's rows through their slots, equal
 # to `pool[slot_mapping]` for every tile, and planted six bugs. Four the sanitizer named to
 # the lane; two stayed inside and were found by comparison alone. A trace showed that scattered rows cost
