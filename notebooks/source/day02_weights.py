@@ -994,7 +994,8 @@ embedding, head = weights["model.embed_tokens.weight"], weights["lm_head.weight"
 print(list(head.shape), "the same storage:", head.data_ptr() == embedding.data_ptr())
 
 # %% [markdown]
-# What does the loader say about a damaged checkpoint? Leave a tensor out, add one, change a shape:
+# Which errors does the loader raise for a damaged checkpoint? Leave a tensor out, add one, change a
+# shape:
 
 # %%
 stored = list_safetensors(folder)

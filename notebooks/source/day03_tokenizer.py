@@ -50,7 +50,7 @@ today.picture("text-in-text-out")
 # model reads another text than you wrote, and answers that other text fluently.
 #
 # Tokens are also the cost of a text. Each token takes one run through all layers, and one place in
-# a limited context. Guess two numbers of tokens:
+# a limited context. So the number of tokens is the price of a text. Make two guesses about it:
 
 # %%
 today.predict("year", "How many tokens does the number 2024 take?", guess=None, low=1, high=20)
@@ -619,7 +619,7 @@ print(tokenizer.decode(answer[:9]))
 #
 # You need three things of the tokenizer: `token_bytes(id)`, `is_special(id)` and `vocab_size`.
 # A character is a code point here. A family emoji is several code points with joiners (U+200D)
-# between them; you may show them one after the other.
+# between them: show each code point as soon as it is complete.
 
 
 # %%
@@ -783,7 +783,7 @@ for kind, text in samples.items():
 assert 4.5 < ratios["Japanese"] < 5 and ratios["Hindi"] > 6
 
 # %% [markdown]
-# This is in the table, and this is not:
+# How to read the table:
 #
 # - The vocabulary has 49,152 places, and it was learned from text that is nearly all English. So
 #   most places went to English words. Of the Japanese characters, only a few common ones got a

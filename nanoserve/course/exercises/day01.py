@@ -43,7 +43,7 @@ def _parts(config: ModelConfig, length: int) -> dict[str, int]:
 
 
 @wrong(
-    "Half of the right number: a weight costs a multiplication and an addition, so count 2.",
+    "Half of the right number: a weight costs 2 operations, a multiplication and an addition.",
     hints="linear",
 )
 def _one_operation(config, length):
@@ -80,7 +80,7 @@ def _square(config, length):
 
 
 @wrong(
-    "Attention has four matrices, q, k, v and o. One as large as q was left out: o.",
+    "Attention has four matrices, q, k, v and o. o, which is as large as q, was left out.",
     hints="linear",
 )
 def _no_o(config, length):
@@ -136,7 +136,7 @@ def _square_matrices(config, length):
 
 
 @wrong(
-    "The pairs of attention are left out: scores and shares cost 4 * head_dim a pair and head.",
+    "The pairs of attention are left out: scores and shares cost 4 * head_dim per pair and head.",
     hints="pairs",
 )
 def _no_pairs(config, length):
@@ -153,7 +153,7 @@ def _kv_pairs(config, length):
 
 
 @wrong(
-    "A position is not paired with itself here. It is: query i looks at i + 1 keys.",
+    "No position is paired with itself here. Query i looks at i + 1 keys, its own included.",
     hints="pairs",
 )
 def _no_diagonal(config, length):
@@ -162,7 +162,7 @@ def _no_diagonal(config, length):
 
 
 @wrong(
-    "The output head is left out: once, hidden_size by vocab_size.",
+    "The output head is left out. Count hidden_size by vocab_size, once.",
     hints="linear",
 )
 def _no_head(config, length):
@@ -170,7 +170,7 @@ def _no_head(config, length):
 
 
 @wrong(
-    "The output head is counted in every block. It stands once, after the last one.",
+    "The output head is counted in every block. Count it once, after the last block.",
     hints="linear",
 )
 def _head_in_each_block(config, length):
@@ -179,7 +179,7 @@ def _head_in_each_block(config, length):
 
 
 @wrong(
-    "One block is counted, and the model has num_layers of them.",
+    "Only one block is counted. The model has num_layers blocks.",
     hints="linear",
 )
 def _one_block(config, length):

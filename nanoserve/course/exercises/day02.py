@@ -33,7 +33,7 @@ def _name_cases() -> list[Case]:
 _NAME_HINTS = {
     "top": (
         "This name has no `blk.` in front: it belongs to no layer.",
-        "Take the name apart at its dots. The last piece is the kind, the one before it the part.",
+        "Take the name apart at its dots. The last piece is the kind; before it stands the part.",
         "`*layer, part, kind = name.split('.')` leaves `layer` empty for such a name.",
     ),
     "layer": (
@@ -83,13 +83,13 @@ def _no_model(name):
     return hf_name(name).replace("model.layers.", "layers.")
 
 
-@wrong("A part that is not in the table should not raise: give the name back unchanged.")
+@wrong("A part that is not in the table raises an error here: return the name unchanged.")
 def _raises_on_unknown(name):
     layer, part, kind = _split_name(name)
     return f"{'' if layer is None else f'model.layers.{layer}.'}{GGUF_NAMES[part]}.{kind}"
 
 
-@wrong("An unknown part is translated by half: its `blk.2` turned into `model.layers.2`.")
+@wrong("A name with an unknown part is half translated: `blk.2` became `model.layers.2`.")
 def _half_translated(name):
     layer, part, kind = _split_name(name)
     ours = GGUF_NAMES.get(part, part)
@@ -113,12 +113,12 @@ def _none_for_unknown(name):
     return None if ours == name else ours
 
 
-@wrong("GGUF counts layers from 0, as Hugging Face does: nothing has to be added to the number.")
+@wrong("The number of the layer is 1 too large. GGUF and Hugging Face both count from 0.")
 def _one_more(name):
     return re.sub(r"layers\.(\d+)", lambda m: f"layers.{int(m[1]) + 1}", hf_name(name))
 
 
-@wrong("A kind other than weight or bias is no tensor that we know: give the name back unchanged.")
+@wrong("This kind is neither weight nor bias: return the name unchanged.")
 def _any_kind(name):
     layer, part, kind = _split_name(name)
     if part not in GGUF_NAMES:
@@ -138,7 +138,7 @@ def _keeps_blk(name):
     return hf_name(name).replace("model.layers.", "blk.") if name != hf_name(name) else name
 
 
-@wrong("`model.` stands twice, or too early: the table's names of these parts are complete.")
+@wrong("`model.` is put in front here. Without a layer, the name in the table is complete.")
 def _model_twice(name):
     ours = hf_name(name)
     return ours if ours == name or ours.startswith("model.layers.") else f"model.{ours}"
@@ -415,9 +415,7 @@ def _in_pieces(weight, n_heads):
     return weight.unflatten(0, (n_heads, -1, 2)).transpose(1, 2)
 
 
-@wrong(
-    "The second rows of the pairs come first here: the even rows of the file are the first half."
-)
+@wrong("The second row of each pair comes first here. The even rows must be the first half.")
 def _odd_first(weight, n_heads):
     return weight.unflatten(0, (n_heads, -1, 2)).flip(2).transpose(1, 2).flatten(0, 2)
 
@@ -433,7 +431,7 @@ def _needs_columns(weight, n_heads):
     return pairs.transpose(1, 2).reshape(weight.shape)
 
 
-@wrong("Six heads are taken for k as well, which has fewer (GQA): use n_heads as it is handed in.")
+@wrong("k is cut into 6 heads too, but it has fewer (GQA): use the argument n_heads.")
 def _heads_of_q(weight, n_heads):
     heads = 6 if weight.dim() == 2 and n_heads > 1 else n_heads
     return weight.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)

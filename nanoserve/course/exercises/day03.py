@@ -224,7 +224,7 @@ MERGE_STEP = Exercise(
         ),
         "places": (
             "Choose the pair once, then walk the whole word and join it wherever it stands.",
-            "After a join the next piece to look at is the one behind the pair: `i += 2`.",
+            "After a join, the next piece is the piece behind the pair: `i += 2`.",
             "`while i < len(pieces):` with `i += 2` after a join and `i += 1` otherwise. For "
             "a a a the first two are joined, and the third has no partner left.",
         ),
@@ -441,7 +441,7 @@ class _HeldForEver(_Holding):
         return ""
 
 
-@wrong("finish() gives nothing: bytes still held at the end are lost. One mark � says so.")
+@wrong("finish() gives nothing: bytes still held at the end are lost. Return one mark � for them.")
 class _NoFinish(_Right):
     def finish(self):
         return ""
@@ -496,7 +496,7 @@ class _PromptUnchecked(_Right):
         self.decoder.decode(b"".join(map(tokenizer.token_bytes, prompt_ids)))
 
 
-@wrong("The prompt's text is shown again. Feed the prompt's ids in, but drop what they show.")
+@wrong("The prompt's text is shown again. Process the prompt's ids, but drop their text.")
 class _PromptShown(_Right):
     def __init__(self, tokenizer, prompt_ids=()):
         super().__init__(tokenizer)
@@ -507,14 +507,14 @@ class _PromptShown(_Right):
         return piece
 
 
-@wrong("A special token is shown as text. It marks structure: it gives an empty piece.")
+@wrong("A special token is shown as text. Return an empty piece for it.")
 class _SpecialShown(_Right):
     def bytes_of(self, token_id):
         outside = token_id >= self.tokenizer.vocab_size
         return b"" if outside else self.tokenizer.token_bytes(token_id)
 
 
-@wrong("A special token gives an empty piece. Bytes held before it stay held for the next tokens.")
+@wrong("The special token shows the held bytes here. Leave them held for the next tokens.")
 class _SpecialFlushes(_Right):
     def add(self, token_id):
         if token_id < self.tokenizer.vocab_size and self.tokenizer.is_special(token_id):
@@ -551,7 +551,7 @@ class _Counts(_Holding):
         return text
 
 
-@wrong("An id past the tokenizer's vocabulary gives an empty piece: compare it with vocab_size.")
+@wrong("An id of vocab_size or more raises here. Return an empty piece for it.")
 class _PaddedRaises(_Right):
     def bytes_of(self, token_id):
         special = self.tokenizer.is_special(token_id)

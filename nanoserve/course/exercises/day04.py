@@ -98,18 +98,18 @@ def _deviation(x, weight, eps):
     return (h / (h.var(-1, keepdim=True, correction=0) + eps).sqrt()).to(x.dtype) * weight
 
 
-@wrong("The weight is added. Number i is multiplied by weight[i], as the last step.")
+@wrong("The weight is added. As the last step, multiply number i by weight[i].")
 def _weight_added(x, weight, eps):
     return rms_norm(x, torch.ones_like(weight), eps) + weight
 
 
-@wrong("The vector is multiplied by its root mean square. It is divided by it: rsqrt, not sqrt.")
+@wrong("The vector is multiplied by its root mean square. Divide by it: rsqrt, not sqrt.")
 def _multiplied_by(x, weight, eps):
     h = x.float()
     return (h * (h.square().mean(-1, keepdim=True) + eps).sqrt()).to(x.dtype) * weight
 
 
-@wrong("The squares are summed. The M of RMS is the mean: divide the sum by their number.")
+@wrong("The squares are summed. RMS needs their mean: divide the sum by the number of squares.")
 def _sum(x, weight, eps):
     return _scaled(x.float(), weight, eps, x.float().square().sum(-1, keepdim=True)).to(x.dtype)
 
@@ -127,7 +127,7 @@ def _over_tokens(x, weight, eps):
     return _scaled(x.float(), weight, eps, mean).to(x.dtype)
 
 
-@wrong("The weight is forgotten: after the division, number i is multiplied by weight[i].")
+@wrong("The weight is forgotten: after the division, multiply number i by weight[i].")
 def _no_weight(x, weight, eps):
     return rms_norm(x, torch.ones_like(weight), eps)
 
@@ -137,7 +137,7 @@ def _one_plus(x, weight, eps):
     return rms_norm(x, 1 + weight, eps)
 
 
-@wrong("eps is added after the root. It belongs under it, beside the mean of the squares.")
+@wrong("eps is added after the root. Add it under the root, to the mean of the squares.")
 def _eps_outside(x, weight, eps):
     h = x.float()
     return (h / (h.square().mean(-1, keepdim=True).sqrt() + eps)).to(x.dtype) * weight
@@ -153,7 +153,7 @@ def _in_half(x, weight, eps):
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
 
 
-@wrong("The result stays in float32. For float16 in, float16 must come out.")
+@wrong("The result stays in float32. Return it in the dtype of x.")
 def _stays_wide(x, weight, eps):
     return rms_norm(x.float(), weight.float(), eps)
 
@@ -377,18 +377,18 @@ _SCALED_HINTS = {
 }
 
 
-@wrong("The exponent lacks its 2: pair i has theta ** (-2i / head_dim).")
+@wrong("The exponent lacks its 2: pair i needs theta ** (-2i / head_dim).")
 def _no_two(config):
     return config.rope_theta ** (-torch.arange(config.head_dim // 2) / config.head_dim)
 
 
-@wrong("The exponent lacks its minus sign: later pairs turn more slowly, not faster.")
+@wrong("The exponent lacks its minus sign: later pairs must turn more slowly, not faster.")
 def _no_minus(config):
     return 1 / plain_frequencies(config)
 
 
 @wrong(
-    "The width of a head is taken as hidden_size / n_q. The config says head_dim, and may mean "
+    "The width of a head is taken as hidden_size / n_q. Use config.head_dim, which can be "
     "another number."
 )
 def _derived_head(config):
@@ -400,7 +400,7 @@ def _twice(config):
     return torch.cat([plain_frequencies(config)] * 2)
 
 
-@wrong("These are the wavelengths, tokens per full turn. Wanted are radians per token.")
+@wrong("These are the wavelengths, in tokens per full turn. Return radians per token.")
 def _wavelengths(config):
     return 2 * math.pi / plain_frequencies(config)
 
@@ -411,7 +411,7 @@ def _from_one(config):
     return config.rope_theta**-exponents
 
 
-@wrong("theta is written in as 10,000. It is a field of the config, rope_theta, and differs.")
+@wrong("theta is always 10,000 here. Use config.rope_theta, which differs from model to model.")
 def _fixed_theta(config):
     return plain_frequencies(replace(config, rope_theta=10_000.0))
 
@@ -455,13 +455,13 @@ def _unscaled(config):
     return plain_frequencies(config)
 
 
-@wrong("A config without scaling has rope_scaling None: return the plain frequencies then.")
+@wrong("Without scaling, config.rope_scaling is None: return the plain frequencies then.")
 def _needs_scaling(config):
     plain = plain_frequencies(config)
     return _blended(config, _keep(config, plain), plain)
 
 
-@wrong("Every frequency is divided by the factor, the fast ones too. They should be kept.")
+@wrong("Every frequency is divided by the factor. Keep the fast frequencies as they are.")
 def _all_slowed(config):
     scaling = config.rope_scaling
     return plain_frequencies(config) / (scaling.factor if scaling else 1.0)
@@ -475,7 +475,7 @@ def _ends_swapped(config):
     return _blended(config, 1 - _keep(config, plain), plain)
 
 
-@wrong("The middle is missing: pairs between `low` and `high` turns get a blend of both.")
+@wrong("The middle is missing: pairs between `low` and `high` turns need a blend of both.")
 def _no_blend(config):
     plain = plain_frequencies(config)
     if config.rope_scaling is None:
@@ -511,8 +511,8 @@ def _no_circle(config):
 
 
 @wrong(
-    "Turns are counted over the new context. original_context, what the model was trained on "
-    "first, decides."
+    "Turns are counted within the new context. Count them within original_context, the context of "
+    "the first training."
 )
 def _new_context(config):
     if config.rope_scaling is None:
@@ -521,7 +521,7 @@ def _new_context(config):
     return rope_frequencies(replace(config, rope_scaling=scaling))
 
 
-@wrong("The wavelengths are blended. The blend is between the two frequencies.")
+@wrong("The wavelengths are blended. Blend the two frequencies.")
 def _blended_waves(config):
     plain = plain_frequencies(config)
     if config.rope_scaling is None:

@@ -73,7 +73,7 @@ _HINTS = {
 }
 
 
-@wrong("Gate and up are swapped: silu is applied to gate x, and up x stays as it is.")
+@wrong("Gate and up are swapped. Apply silu to gate x, and leave up x as it is.")
 def _swapped(x, gate, up, down):
     return swiglu(x, up, gate, down)
 
@@ -103,7 +103,7 @@ def _silu_of_product(x, gate, up, down):
     return F.linear(F.silu(F.linear(x, gate) * F.linear(x, up)), down)
 
 
-@wrong("silu is applied to both halves. It belongs to gate x; up x stays as it is.")
+@wrong("silu is applied to both halves. Apply it to gate x, and leave up x as it is.")
 def _both_bent(x, gate, up, down):
     return F.linear(F.silu(F.linear(x, gate)) * F.silu(F.linear(x, up)), down)
 
@@ -118,7 +118,7 @@ def _no_up(x, gate, up, down):
     return F.linear(F.silu(F.linear(x, gate)), down)
 
 
-@wrong("x is added to the result. The block does that, on Day 7; the MLP gives its own part only.")
+@wrong("x is added to the result. The block does that, on Day 7: return only the MLP's own part.")
 def _residual(x, gate, up, down):
     return x + swiglu(x, gate, up, down)
 
@@ -138,7 +138,7 @@ def _no_down(x, gate, up, down):
     return F.silu(F.linear(x, gate)) * F.linear(x, up)
 
 
-@wrong("The result is float32 whatever came in. It has the dtype of x.")
+@wrong("The result is always float32. Return it in the dtype of x.")
 def _stays_wide(x, gate, up, down):
     return swiglu(x.float(), gate.float(), up.float(), down.float())
 

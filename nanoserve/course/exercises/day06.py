@@ -30,7 +30,9 @@ def _modulo(q, n_kv):
     return q.unflatten(1, (-1, n_kv)).transpose(1, 2)
 
 
-@wrong("The two new axes have changed places: n_kv comes first, then the n_rep heads of a group.")
+@wrong(
+    "The two new axes have changed places: n_kv must come first, then the n_rep heads of a group."
+)
 def _swapped(q, n_kv):
     return q.unflatten(1, (n_kv, -1)).transpose(1, 2)
 
@@ -45,9 +47,7 @@ def _copied(q, n_kv):
     return q.unflatten(1, (n_kv, -1)).clone()
 
 
-@wrong(
-    "Each head is repeated n_rep times. It is K and V that are shared; no query is needed twice."
-)
+@wrong("Each head is repeated n_rep times. K and V are shared; no query is needed twice.")
 def _repeated(q, n_kv):
     n_rep = q.shape[1] // n_kv
     return q.unsqueeze(2).expand(-1, -1, n_rep, -1, -1)
@@ -109,12 +109,12 @@ def _inverted(seq):
     return torch.ones(seq, seq, dtype=torch.bool).tril()
 
 
-@wrong("Each query still sees one token too many, the one that it should predict.")
+@wrong("Each query sees one token too many: the token that it should predict.")
 def _one_ahead(seq):
     return torch.ones(seq, seq, dtype=torch.bool).triu(2)
 
 
-@wrong("It holds numbers to be added to the scores. Wanted is True or False: dtype torch.bool.")
+@wrong("It holds numbers to be added to the scores. Return True or False: dtype torch.bool.")
 def _numbers(seq):
     return torch.full((seq, seq), -torch.inf).triu(1)
 
@@ -124,7 +124,7 @@ def _too_large(seq):
     return torch.ones(seq + 1, seq + 1, dtype=torch.bool).triu(1)
 
 
-@wrong("Only the very next token is hidden: everything behind it must be hidden as well.")
+@wrong("Only the very next token is hidden: hide all later tokens as well.")
 def _next_only(seq):
     return torch.ones(seq, seq, dtype=torch.bool).triu(1).tril(1)
 
@@ -177,7 +177,7 @@ def _sdpa(
 
 
 @wrong(
-    "Nothing is hidden: each token attends to those that come after it.",
+    "Nothing is hidden: each token attends to later tokens too.",
     hints="mask",
 )
 def _no_mask(q, k, v, scale=None):
@@ -185,7 +185,7 @@ def _no_mask(q, k, v, scale=None):
 
 
 @wrong(
-    "Query head h reads KV head h % n_kv. It must read h // n_rep, the one of its group.",
+    "Query head h reads KV head h % n_kv. It must read KV head h // n_rep.",
     hints="heads",
 )
 def _wrong_heads(q, k, v, scale=None):
@@ -233,7 +233,7 @@ def _root_multiplied(q, k, v, scale=None):
 
 
 @wrong(
-    "A scale that is handed in comes on top of head_dim ** -0.5. It stands in its place.",
+    "A scale that is handed in is multiplied by head_dim ** -0.5 too. Use the scale alone.",
     hints="scale",
 )
 def _both_scales(q, k, v, scale=None):
@@ -242,7 +242,7 @@ def _both_scales(q, k, v, scale=None):
 
 
 @wrong(
-    "The mask is upside down: it hides the past and shows the future. Hidden is j > i.",
+    "The mask is upside down: it hides the past and shows the future. Hide the keys j > i.",
     hints="mask",
 )
 def _mask_turned(q, k, v, scale=None):
@@ -250,8 +250,8 @@ def _mask_turned(q, k, v, scale=None):
 
 
 @wrong(
-    "exp of a large score is infinite, and infinite by infinite is NaN. torch.softmax takes the "
-    "row's maximum off first.",
+    "exp of a large score is infinite, and infinity divided by infinity is NaN. torch.softmax "
+    "first subtracts the maximum of each row.",
     hints="large",
 )
 def _no_maximum(q, k, v, scale=None):
@@ -262,7 +262,7 @@ def _no_maximum(q, k, v, scale=None):
 
 
 @wrong(
-    "A scale that is handed in is ignored: head_dim ** -0.5 is only what None stands for.",
+    "A scale that is handed in is ignored. Use head_dim ** -0.5 only if scale is None.",
     hints="scale",
 )
 def _ignores_scale(q, k, v, scale=None):
@@ -296,8 +296,8 @@ def _upper_left(q, k, v, scale=None):
 
 
 @wrong(
-    "The mask is a square, query_len by query_len. It needs a column for every key, kv_len of "
-    "them, and the queries are the last of those positions.",
+    "The mask is a square, query_len by query_len. It needs a column for each of the "
+    "kv_len keys, and the queries are the last of these positions.",
     hints="newest",
 )
 def _square_mask(q, k, v, scale=None):
@@ -305,7 +305,7 @@ def _square_mask(q, k, v, scale=None):
 
 
 @wrong(
-    "A token does not see itself, and the first one sees nothing: hide j > i, not j >= i.",
+    "Here no token sees itself, and the first token sees nothing: hide j > i, not j >= i.",
     hints="mask",
 )
 def _hides_diagonal(q, k, v, scale=None):
@@ -313,7 +313,7 @@ def _hides_diagonal(q, k, v, scale=None):
 
 
 @wrong(
-    "The result is always float32. It must have the dtype of q; only the softmax is wider.",
+    "The result is always float32. Return it in the dtype of q. Only the softmax is float32.",
     hints="dtype",
 )
 def _stays_wide(q, k, v, scale=None):
@@ -447,8 +447,8 @@ EXERCISES = (
             ),
             "large": (
                 "exp(100) is more than float32 can hold. What does your softmax do there?",
-                "Taking the largest score of a row off all its scores changes no share, and then "
-                "no exponent is above 0. torch.softmax does that.",
+                "Subtract the largest score of a row from all its scores. No share changes, and "
+                "then no exponent is above 0. torch.softmax does that.",
                 "torch.softmax(scores, dim=-1, dtype=torch.float32)",
             ),
             "dtype": (
