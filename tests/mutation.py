@@ -185,6 +185,8 @@ def _touched(statement: ast.stmt) -> tuple[set[str], set[str]]:
 def _has_effect(statement: ast.stmt) -> bool:
     if isinstance(statement, ast.Assign):
         return not all(isinstance(x, ast.Name | ast.Tuple) for x in statement.targets)
+    if isinstance(statement, ast.AugAssign):
+        return not isinstance(statement.target, ast.Name)
     return not isinstance(statement, ast.AnnAssign)
 
 

@@ -70,6 +70,9 @@ def words_and_colours(svg: str) -> list[str]:
 def test_the_committed_png_is_what_the_script_draws(name, drawn):
     committed = pixels_of((DIAGRAMS / f"{name}.png").read_bytes())
     redrawn = pixels_of(make.png(drawn(name), make.alt(name)))
+    rows = min(len(committed), len(redrawn))  # matplotlib before 3.11 rounds heights down
+    assert max(len(committed), len(redrawn)) <= rows + 1
+    committed, redrawn = committed[:rows], redrawn[:rows]
     assert committed.shape == redrawn.shape
     assert np.abs(committed - redrawn).mean() < 4, f"run: python diagrams/make.py {name}"
     worst = np.abs(patches(committed) - patches(redrawn)).max()

@@ -47,11 +47,13 @@ today.picture("engine")
 # which takes a minute.
 
 # %%
+from textwrap import fill
+
 from nanoserve import LLM, SamplingParams
 
 llm = LLM("smollm2")
 question = [{"role": "user", "content": "What is gravity?"}]
-print(llm.chat(question, SamplingParams(max_tokens=48)).text)
+print(fill(llm.chat(question, SamplingParams(max_tokens=48)).text, 100))
 
 # %% [markdown]
 # The model has 135 million parameters, which is small: it will tell you untrue things in good

@@ -14,6 +14,9 @@
 # **Today** you turn a model file into a dictionary of tensors. You translate its names, unpack its
 # 4-bit numbers and put the rows of q and k back in order, until all 273 tensors are equal to the
 # oracle's.
+#
+# It takes about an hour. Short of time? Run the sections "Where the weights are" and "Measure it"
+# without reading them, and leave the folded cells of the config and of the loader closed.
 
 # %% jupyter={"source_hidden": true}
 # Set-up: on Colab, installs nanoserve in a minute or two. In your own clone it does nothing.
@@ -440,8 +443,10 @@ def _rope_object(rope: Fields, outer: Fields) -> tuple[float, Llama3Scaling | No
 
 
 # %%
+from pprint import pprint
+
 config = load_config(path)
-print(config)
+pprint(config)
 
 # %% [markdown]
 # The folder beside the file holds the same model in the Hugging Face layout: `config.json`,

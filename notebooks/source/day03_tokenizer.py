@@ -14,6 +14,9 @@
 # **Today** you turn text into token ids and back. You write one step of the algorithm that cuts
 # text into tokens. Then you write what every chat program needs: a detokeniser that shows an answer
 # while it is being made, and never shows half a character.
+#
+# It takes about an hour. Short of time? Run the sections from "A command, or characters that look
+# like one" to "The chat template" without reading them: no exercise needs them.
 
 # %% jupyter={"source_hidden": true}
 # Set-up: on Colab, installs nanoserve in a minute or two. In your own clone it does nothing.

@@ -11,8 +11,8 @@
 #
 # Week 6 · Phase 2, paged memory · you need: Day 18 (Freeze the target), Day 21 (A grid of programs)
 #
-# **Today** you fold a softmax: scores come a few at a time and are forgotten, and at the end the answer
-# is that of all of them together. Then you put the fold into a kernel, and the kernel is the engine's
+# **Today** you compute a softmax in pieces: scores come a few at a time and are dropped, and the result equals
+# the softmax of all of them. Then you put this fold into a kernel, and the kernel is the engine's
 # attention.
 
 # %% jupyter={"source_hidden": true}
@@ -47,12 +47,12 @@ today.picture("online-softmax")
 # are the largest thing in the whole layer. A prompt of 8,192 tokens has 8,192 rows of 8,192 scores in
 # each of nine heads, 2.4 GB in float32. Queries, keys, values and output together are 50 MB.
 #
-# A kernel could keep scores where it computes them, in **registers**. But a program has room there for
-# some tens of thousands of numbers at most, so only a tile of scores fits. And a softmax seems to want all at
+# A kernel could keep scores where it computes them, in **registers**. But a program's registers hold
+# some tens of thousands of numbers at most, so only a tile of scores fits. And a softmax seems to need all scores at
 # once, since each exponential is taken against the largest score of the row, and that may come last.
 #
-# It does not want all at once. In 2018 Milakov and Gimelshein showed how to correct, when a larger score
-# turns up, all that was summed before, with one factor. In 2022 Dao and others built **flash attention**
+# It does not. In 2018 Milakov and Gimelshein showed how one factor corrects the sums so far when a larger score
+# comes. In 2022 Dao and others built **flash attention**
 # on it: attention whose scores never reach memory.
 
 # %%
@@ -71,7 +71,7 @@ today.glossary("softmax", "online softmax", "fold", "register", "reduction", "fl
 #
 # $$ \alpha = e^{m - m'} \qquad l' = \alpha\, l + \sum_{\text{tile}} e^{s_j - m'} \qquad \mathrm{acc}' = \alpha\, \mathrm{acc} + \sum_{\text{tile}} e^{s_j - m'}\, v_j $$
 #
-# Nobody needs the old scores again. Begin with $m = -\infty$, $l = 0$, $\mathrm{acc} = 0$; the first
+# The old scores are not needed again. Begin with $m = -\infty$, $l = 0$, $\mathrm{acc} = 0$; the first
 # $\alpha$ is then $e^{-\infty} = 0$. All exponents are 0 or less, so nothing overflows. By hand, with
 # two tiles of two:
 
@@ -99,7 +99,7 @@ print(f"all at once:                  l {sum(exp(s - 5) for s in (1, 3, 2, 5)):.
 # | `scores` | `[rows, tile]` | this tile's scores |
 # | `values` | `[tile, head_dim]` | and its values |
 #
-# Give back the new `m`, `l` and `acc`. No division: that comes after the last tile, `acc / l`. Stuck?
+# Return the new `m`, `l` and `acc`. No division: that comes after the last tile, `acc / l`. Stuck?
 # `today.hint()` looks at the case that failed.
 #
 # After a kernel restart, run the cells above first (Run → Run All Above Selected Cell).
@@ -165,9 +165,9 @@ for name, size in (("scores of size 1", 1), ("scores to 1,000", 300)):
     assert all(right)
 
 # %% [markdown]
-# Step through it. The bars at the right are the weights that m and l stand for, had anybody kept the
-# scores; the dashed outline is the softmax of all. Whatever was folded is a finished softmax **of the
-# keys so far**: each tile scales the old bars down by one factor, and never changes their proportions.
+# Step through it. The bars at the right are the weights that m and l imply for the scores
+# so far; the dashed outline is the softmax of all. At each step the bars are a complete softmax **of the
+# keys so far**: each tile scales the old bars down by one factor, and keeps their proportions.
 
 # %%
 today.widget("online-softmax")
@@ -219,7 +219,7 @@ def reshape(x: Value, shape: tuple[int, ...]) -> Value:
     """The same lanes, in row-major order, in another shape."""
     shape = _block_shape(*shape)
     if torch.Size(shape).numel() != torch.Size(x.shape).numel():
-        raise fault(f"a block of shape {list(x.shape)} has not as many lanes as {list(shape)}")
+        raise fault(f"cannot reshape {list(x.shape)} to {list(shape)}: the numbers of lanes differ")
     return Value(x.whole.reshape(*x.data.shape[:3], *shape), shape, x.buffer)
 
 
@@ -249,12 +249,12 @@ def where(condition: Operand, x: Operand, y: Operand) -> Value:
 
 
 def maximum(x: Operand, y: Operand) -> Value:
-    """The larger of two; where one is NaN, the other."""
+    """The larger of x and y; if one is NaN, the other."""
     return _elementwise(torch.fmax, x, y)
 
 
 def minimum(x: Operand, y: Operand) -> Value:
-    """The smaller of two; where one is NaN, the other."""
+    """The smaller of x and y; if one is NaN, the other."""
     return _elementwise(torch.fmin, x, y)
 
 
@@ -269,7 +269,7 @@ def abs(x: Operand) -> Value:
 
 
 def _function(op: Callable[[torch.Tensor], torch.Tensor], what: str) -> Callable[[Operand], Value]:
-    """A function of each lane that Triton defines for float32 and float64 alone."""
+    """A function of each lane that Triton defines for float32 and float64 only."""
 
     def apply(x: Operand) -> Value:
         if (x := as_value(x)).dtype not in (torch.float32, torch.float64):
@@ -293,35 +293,35 @@ def cdiv(x: Operand, y: Operand) -> Operand:
 
 
 def static_assert(condition: bool, message: str = "") -> None:
-    """Raise an error where a condition on constants is false."""
+    """Raise KernelError if a condition on constants is false."""
     if not condition:
-        raise fault(message or "tl.static_assert does not hold")
+        raise fault(message or "tl.static_assert: the condition is false")
 
 
 # %% [markdown]
-# Then the **reductions**, which make one number of an axis. A program can do that without asking anybody,
-# since the whole block is its own. And `tl.dot`, which the kernel of Week 7 will live on: on a card it is
-# the only door to the tensor cores, which is why it wants 16 lanes at least.
+# Then the **reductions**, which make one number of an axis. A program can do that alone,
+# since the whole block is its own. And `tl.dot`, which the kernel of Week 7 uses: on a GPU it runs
+# on the tensor cores, which is why it needs 16 lanes at least.
 
 
 # %% jupyter={"source_hidden": true}
 # lands in nanoserve/kernels/tlsim/language.py: sum, max, min, _widened, _reduce, dot, __getattr__
 def sum(x: Value, axis: int | None = None, keep_dims: bool = False) -> Value:
-    """The sum over an axis, or over all; narrow integers are summed in 32 bits."""
+    """The sum over an axis, or over all axes; short integers are summed in 32 bits."""
     x = x if x.dtype.is_floating_point else _widened(x)
     return _reduce(x.summed, x.shape, axis, keep_dims)
 
 
 def max(x: Value, axis: int | None = None, keep_dims: bool = False) -> Value:
-    """The largest lane along an axis, or of all, in 32 bits at least.
+    """The largest lane along an axis, or of all lanes, in 32 bits at least.
 
-    The result is NaN where a lane is NaN. On a GPU it is the largest of the other lanes.
+    The result is NaN if a lane is NaN. A GPU ignores NaN lanes instead.
     """
     return _reduce(_widened(x).whole.amax, x.shape, axis, keep_dims)
 
 
 def min(x: Value, axis: int | None = None, keep_dims: bool = False) -> Value:
-    """The smallest lane along an axis, or of all, in 32 bits at least."""
+    """The smallest lane along an axis, or of all lanes, in 32 bits at least; NaN as in max."""
     return _reduce(_widened(x).whole.amin, x.shape, axis, keep_dims)
 
 
@@ -352,16 +352,16 @@ def dot(
 ) -> Value:
     """The matrix product of blocks [.., m, k] and [.., k, n], plus acc, summed in float32.
 
-    On a GPU float32 operands are rounded to TF32 unless input_precision="ieee"; never in tlsim.
+    A GPU rounds float32 operands to TF32 unless input_precision="ieee"; tlsim never rounds them.
     """
     if a.dtype != b.dtype:
-        raise fault(f"tl.dot wants operands of one dtype, got {a.dtype} and {b.dtype}")
+        raise fault(f"tl.dot needs operands of one dtype, got {a.dtype} and {b.dtype}")
     if len(a.shape) != len(b.shape) or len(a.shape) < 2 or a.shape[-1] != b.shape[-2]:
         raise fault(f"tl.dot cannot multiply {list(a.shape)} by {list(b.shape)}")
     if a.shape[-1] < (least := 32 if a.dtype.itemsize == 1 else 16):
-        raise fault(f"tl.dot sums over {least} lanes at least, as tensor cores do: {a.shape[-1]}")
+        raise fault(f"tl.dot must sum over at least {least} lanes, got {a.shape[-1]}")
     if not a.dtype.is_floating_point and a.dtype != torch.int8:
-        raise fault(f"tl.dot multiplies floats, and of the integers int8, not {a.dtype}")
+        raise fault(f"tl.dot multiplies floats or int8, not {a.dtype}")
     product = torch.matmul(_widened(a).whole, _widened(b).whole)
     product = product.to(out_dtype) if a.dtype == float16 else product
     out = Value(product, (*a.shape[:-1], b.shape[-1]))
@@ -369,7 +369,7 @@ def dot(
 
 
 def __getattr__(name: str) -> Any:
-    raise AttributeError(f"tlsim has no tl.{name}: it speaks what the course needs of Triton")
+    raise AttributeError(f"tlsim has no tl.{name}: it has the part of Triton that the course uses")
 
 
 # %% [markdown]
@@ -388,8 +388,8 @@ del abs, sum, max, min, __getattr__  # uncovers Python's
 
 # %% [markdown]
 # A sum of products is so common here (a score is one, and so is every channel of `acc`) that the simulator
-# keeps products **unmultiplied**. A `Product` remembers its two factors. Whoever sums it gets one matrix
-# product of torch's over all programs; whoever looks at its lanes has them multiplied out.
+# keeps products **unmultiplied**. A `Product` remembers its two factors. A sum over it is one matrix
+# product of torch's over all programs; any other use multiplies the lanes out.
 #
 # `summed` names the axes by letters, as `einsum` wants it: `xyzab,xyzab->xyza` multiplies lane by lane and
 # sums over `b`, the axis that is missing at the right. Where both factors are only spread along a summed
@@ -402,8 +402,8 @@ import operator
 # %% jupyter={"source_hidden": true}
 # lands in nanoserve/kernels/tlsim/values.py: Product
 class Product(Value):
-    """a * b in float32, computed when `data` is first used. A sum over it does not use `data`: the
-    sum is one matrix product of torch, with the grid's axes among its rows and columns."""
+    """a * b in float32, computed when `data` is first used. A sum over a Product does not use
+    `data`: torch.einsum multiplies and sums in one call, over the grid's axes and the block's."""
 
     __slots__ = ("_data", "factors")
 
@@ -447,8 +447,8 @@ assert right
 # **differ by program**, and our programs run in lockstep: one line at a time, all of them together. How
 # can one program be finished while another is at its tenth turn?
 #
-# By masks. All run to the longest, and a program that is done stands still. Its loads touch nothing, its
-# stores are dropped, and what it carries round the loop is put back after each turn. `Range` holds such bounds,
+# By masks. The loop runs the largest number of turns, and a mask switches a finished program off. Its loads touch
+# nothing, its stores are dropped, and after each turn its variables get their old values back. `Range` holds such bounds,
 # `Loop` runs them:
 
 # %%
@@ -461,7 +461,7 @@ from nanoserve.kernels.tlsim.grid import current
 # %% jupyter={"source_hidden": true}
 # lands in nanoserve/kernels/tlsim/loops.py: Range, Loop
 class Range:
-    """tl.range, and range in a kernel: a bound is a number, or a value that differs by program."""
+    """tl.range, and range in a kernel. A bound is a number, or a value that differs by program."""
 
     def __init__(self, start: Operand, stop: Operand | None = None, step: int = 1, **_) -> None:
         start, stop = (0, start) if stop is None else (start, stop)
@@ -469,7 +469,7 @@ class Range:
         self.start, self.step = paired(start, as_value(step))
         self.stop = stop
         if any(x.shape or x.dtype.is_floating_point for x in (start, stop, self.step)):
-            raise fault("the bounds of a loop are integers, not blocks or fractions")
+            raise fault("the bounds of a loop must be integers, not blocks or fractions")
         if not bool((self.step.data > 0).all()):
             raise fault("the step of a loop must be above 0")
 
@@ -477,16 +477,16 @@ class Range:
 class Loop:
     """A running loop: the programs still in it, and the values that iterations pass on.
 
-    A finished program keeps its `carried` values. Their dtype and shape never change, since a
-    compiled loop has one register for each.
+    A finished program keeps its `carried` values. A carried value never changes its dtype or shape,
+    because a compiled loop has one register for each.
     """
 
     def __init__(self, bounds: Any, names: tuple[str, ...], before: dict[str, Any]) -> None:
         if not isinstance(bounds, Range):
-            raise fault("a kernel loops over range, tl.range or tl.static_range alone")
+            raise fault("a kernel loops only over range, tl.range or tl.static_range")
         self.bounds, self.names = bounds, names
         self.carried = {name: as_value(before[name]) for name in names if name in before}
-        self.active: torch.Tensor | None = None  # [x, y, z]; None is all
+        self.active: torch.Tensor | None = None  # [x, y, z]; None: all programs
 
     def __iter__(self) -> Iterator[Value]:
         start, stop, step = self.bounds.start, self.bounds.stop, self.bounds.step
@@ -503,7 +503,7 @@ class Loop:
             wave.active = outer
 
     def carry(self, now: dict[str, Any]) -> tuple[Any, ...]:
-        """The names' values after an iteration; finished programs get their old values back."""
+        """The names' values after an iteration; in finished programs, the values before it."""
         for name, old in self.carried.items():
             self.carried[name] = now[name] = self._carry(name, old, as_value(now[name]))
         return tuple(now.get(name) for name in self.names)
@@ -512,8 +512,8 @@ class Loop:
         if (old.dtype, old.shape) != (new.dtype, new.shape):
             was, became = (f"{list(v.shape)} {v.dtype}" for v in (old, new))
             raise fault(
-                f"{name} goes into the loop as {was} and comes round as {became}: what a loop "
-                "carries keeps its shape and type"
+                f"{name} enters the loop as {was} and ends an iteration as {became}: a variable "
+                "of a loop must keep its shape and dtype"
             )
         if self.active is None:
             return new
@@ -524,7 +524,7 @@ class Loop:
 
 
 # %% [markdown]
-# But a kernel says `for start in range(0, visible, TILE)`, and Python will not tell anybody what the body
+# But a kernel says `for start in range(0, visible, TILE)`, and Python does not report which names the body
 # assigns. So the simulator reads the kernel's source and **rewrites its loops** before it runs them. Here
 # are five lines of a kernel, and what becomes of them:
 
@@ -556,13 +556,13 @@ def named(x: Any) -> Any:
 
 
 class Rewrite(ast.NodeTransformer):
-    """Rewrite loops so that they carry names bound before them: `for i in range(n): body` becomes
+    """Rewrite loops to carry the names bound before them. `for i in range(n): body` becomes
 
     loop = Loop(range(n), ("a", "b"), locals())
     for i in loop:
         body
         a, b = loop.carry(locals())
-    i = c = None; del i, c  # names bound in the body alone end with the loop
+    i = c = None; del i, c  # names bound only in the body end with the loop
     """
 
     def __init__(self) -> None:
@@ -584,7 +584,7 @@ class Rewrite(ast.NodeTransformer):
 
     def visit_For(self, node: ast.For) -> list[ast.stmt]:
         if ast.unparse(node.iter).partition("(")[0].endswith("static_range"):
-            return [self.generic_visit(node)]  # unrolled, over plain numbers
+            return [self.generic_visit(node)]  # unrolled: i is a plain number
         before, body = self.bound.copy(), ast.Module(node.body)
         stored = {
             n.id for n in ast.walk(body) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
@@ -660,8 +660,12 @@ for turn, load in enumerate(a for a in traced.accesses if a.kind == "load"):
 assert out.tolist() == [1, 3, 6, 10, 15]
 
 # %% [markdown]
-# A card does the same on a smaller scale. Its lanes run in groups of 32, one instruction at a time for
-# all of them, and where their paths part, some stand idle. Whole programs do not wait for each other there.
+# A GPU does the same on a smaller scale. Its lanes run in groups of 32, one instruction at a time for
+# all of them, and where they branch apart, some are idle. Whole programs do not wait for each other there.
+#
+# A `while` has no such masks: in lockstep it ends in all programs at once. So tlsim accepts a `while` whose condition
+# is the same in every program, such as `while start < kv_len`, and refuses one that depends on the program. Triton
+# compiles both. Where the bounds differ by program, write a `for`.
 #
 # ## What is refused, and why
 #
@@ -700,17 +704,19 @@ def small_dot(x_ptr):
 
 
 # %%
+from textwrap import fill
+
 for kernel in (changing_type, exp_of_halves, twelve_lanes, if_on_a_block, small_dot):
     try:
         kernel[(2,)](x)
     except tlsim.KernelError as error:
         reason = str(error).split("\n")[0].split(": ", 1)[1]
-        print(f"{kernel.__name__:14} {reason}")
+        print(fill(f"{kernel.__name__:14} {reason}", 100, subsequent_indent=15 * " "))
 
 # %% [markdown]
 # They come from three facts about compiled programs. What a loop carries lives in **one register**, of one
 # type. Blocks are cut over the lanes of the hardware, so their **sizes are powers of two** and known before
-# the program runs. And a program has **one path** for all its lanes, so a block cannot decide an `if`.
+# the program runs. And a program runs **one branch** for all its lanes, so a block cannot decide an `if`.
 #
 # ## The kernel
 #
@@ -728,13 +734,13 @@ for kernel in (changing_type, exp_of_halves, twelve_lanes, if_on_a_block, small_
 # Two axes meet in a tile of keys, `[TILE, BLOCK_D]`: offsets of rows with `[:, None]`, channels with
 # `[None, :]`. And two things are ragged. The last tile reaches behind the last key (`position <
 # kv_len`), and the block behind the last channel (`dim < HEAD_DIM`). What lies there belongs to
-# somebody else, or to nobody: it may be NaN, so it is masked **as it is loaded**. Hiding the score is not
+# another head or sequence, or is unused: it may be NaN, so it is masked **as it is loaded**. Hiding the score is not
 # enough, since 0 times NaN is NaN.
 #
 # Can `m` stay $-\infty$, with `alpha` = exp($-\infty + \infty$) = NaN? No: each tile begins below `visible`,
 # so it holds at least one key that counts, and `m` is finite after the first turn.
 #
-# The words you need stood in the folded cells:
+# You need these functions, which stand in the folded cells:
 #
 # | | |
 # | --- | --- |
@@ -753,16 +759,18 @@ for kernel in (changing_type, exp_of_halves, twelve_lanes, if_on_a_block, small_
 # 1. `kv_head` and `visible`. Then `m`, `l` and `acc` before the first tile; mind their types (`acc` is
 #    `tl.zeros((BLOCK_D,), tl.float32)`).
 # 2. `for start in range(0, visible, TILE)`: the tile's `position`, and which of them are `held`.
-#    (`position < visible` would do for `held` too: later keys count for nothing here.)
+#    (`position < visible` would do for `held` too: later keys have no weight here.) A `while` is fine if its
+#    condition is the same in every program.
 # 3. Load the slots, cast them to `tl.int64`, then load `k` and `v`, `[TILE, BLOCK_D]`, masked, with
 #    `other=0.0`: a masked lane is NaN otherwise, and 0 times NaN is NaN.
-# 4. `score` is the sum of `q` times `k` over the channels, `[TILE]`. A key that is not `position <
-#    visible` gets `float("-inf")`.
-# 5. Fold.
+# 4. `score` is the sum of `q` times `k` over the channels, `[TILE]`, in float32 also where `k` is float16. A key that
+#    is not `position < visible` gets `float("-inf")`.
+# 5. Fold. Bind `m`, `l` and `acc` before the loop: a name bound only inside it ends with the turn.
 #
 # One tile without a loop is a good first step: the first two cases have no more. The check launches your
 # kernel in the simulator, with every load and store checked, and compares it with the reference of Day 18.
-# It also lays NaN into other people's slots.
+# It also writes NaN into other sequences' slots, spaces `v_pool` out, and passes `q` as a view: use each tensor's own
+# strides.
 
 
 # %%
@@ -805,8 +813,8 @@ def paged_attention_kernel(
 today.check(paged_attention_kernel)
 
 # %% [markdown]
-# And this is what lands. Not a line of it knows of the simulator. The decorator is Triton's where there is
-# one, and tomorrow a compiler gets the same text.
+# And this is what lands. No line of it depends on the simulator. The decorator is Triton's where Triton is
+# installed, and tomorrow a compiler gets the same text.
 
 
 # %% jupyter={"source_hidden": true}
@@ -834,7 +842,7 @@ def paged_attention_kernel(
     BLOCK_D: tl.constexpr,  # head_dim, padded to a power of two
     TILE: tl.constexpr,  # keys in one iteration of the loop
 ):
-    """Attention of one query of one head over the keys up to its own, TILE keys at a time.
+    """Attention of one query of one head over the keys up to its position, TILE keys at a time.
 
     Streaming softmax (Milakov and Gimelshein 2018): m is the largest score so far, l the sum of
     exp(score - m), acc the sum of exp(score - m) * value.
@@ -847,13 +855,13 @@ def paged_attention_kernel(
 
     q = tl.load(q_ptr + head * q_head + query * q_seq + dim, mask=in_head, other=0.0)
     q = q.to(tl.float32) * scale  # [BLOCK_D]
-    visible = kv_len - query_len + query + 1  # number of keys up to the query's own
+    visible = kv_len - query_len + query + 1  # number of keys up to the query's position
     m = float("-inf")
     l = 0.0
     acc = tl.zeros((BLOCK_D,), tl.float32)
     for start in range(0, visible, TILE):
         position = start + tl.arange(0, TILE)
-        held = position < kv_len  # false in the last tile, behind the last key
+        held = position < kv_len  # false in the last tile, after the last key
         # int64: with eight heads of 128 channels, offsets pass 32 bits at slot 2,097,152
         slot = tl.load(slot_ptr + position, mask=held, other=0).to(tl.int64)
         mask = held[:, None] & in_head[None, :]
@@ -878,15 +886,15 @@ def paged_attention_kernel(
 #
 # - `.to(tl.int64)` on the slots, the trap of Day 21. With 8 KV heads of 128 channels a slot is 1,024 elements, and slot
 #   2,097,152 begins at element $2^{31}$, which 32 bits do not hold. If the slots came as int32, the kernel would
-#   read from in front of the pool. Ours come as int64, so no check misses the cast; a kernel does not count on it.
+#   read from in front of the pool. Ours come as int64, so no test fails without the cast; a kernel should not depend on that.
 # - The loop ends at `visible`, not at `kv_len`. Both are right, since later keys get $-\infty$ anyway. But
-#   the query at position 10 of 8,192 then stops after one tile instead of walking over 8,192 keys to
-#   throw them away. Causal attention is half the work, and this bound is where the half is saved, on a
-#   card. In lockstep nothing is: all programs run to the longest.
+#   the query at position 10 of 8,192 then stops after one tile instead of loading 8,192 keys that
+#   have no weight. Causal attention is half the work, and on a GPU this bound saves that half. In lockstep
+#   it saves nothing: all programs run the largest number of turns.
 #
-# ## Prove it: the reads of Day 18
+# ## Prove it: the cases of Day 18
 #
-# The same eight reads, each with tiles from 1 key to 128, the sanitizer on, and NaN in every slot that is
+# The same eight cases, each with tiles from 1 key to 128, the sanitizer on, and NaN in every slot that is
 # not the sequence's own. `launch` hands over shapes and strides; you write it tomorrow.
 
 # %%
@@ -944,7 +952,7 @@ assert right
 # %% [markdown]
 # ## Measure it: how far, and does the tile matter?
 #
-# The tolerance was drawn on Day 18, before there was a kernel. How much of it does the fold use, over 1,024
+# The tolerance was fixed on Day 18, before there was a kernel. How much of it does the fold use, over 1,024
 # keys? And does it cost precision to fold often: 1,024 tiles of one key, each with its alpha? We try it with
 # mild scores, of size 1, and with sharp ones, where a few keys take most of the weight.
 
@@ -1009,22 +1017,22 @@ ax.set(ylim=(low, high), xlim=(0.8, 5_000), xticks=sizes)
 fig
 
 # %% [markdown]
-# The tile hardly matters: a thousand folds of one key lose little more than one fold of a thousand. And look
-# at the dashed lines, the distance of the oracle itself from the same sum in float64. The kernel is about as
-# far from the oracle as the oracle is from the truth. So the difference says that two sums were taken in
-# different **orders**, and not that one of them is wrong.
+# Does the tile matter? Follow your two lines from a thousand folds of one key, at the left, to one fold of a thousand.
+# The dashed lines are the distance of the oracle itself from the same sum in float64. Where the kernel is about as
+# far from the oracle as the oracle is from float64, the difference only shows that two sums were taken in
+# different **orders**.
 #
-# What matters is how sharp the scores are. Where they are three times as large, so is their rounding, and
-# `exp` turns an error of its exponent into the same error, relative, of a weight. A few keys then take most of
-# the weight, and nothing averages it away: that is some ten times nearer to the line. Still below it.
+# Sharp scores matter more: the cell above asserts it. Where scores are three times as large, so is their rounding, and
+# `exp` turns an absolute error of its exponent into the same relative error of a weight. A few keys then take most of
+# the weight, and nothing averages the error away. It is still below the limit.
 #
-# What the plot does not show: these keys are random, and a model's heads can be sharper still. And it says
-# nothing about speed: which tile is best for a card is a question to a card.
+# The plot leaves out two things: these keys are random, and a model's heads can be sharper still. And it says
+# nothing about speed: only a measurement on a GPU shows which tile is best there.
 #
 # ## Count the bytes
 #
-# No score was written. The trace knows that, and something less pleasant besides. In the model three query
-# heads share each KV head. Do they share the reading?
+# No score was stored; the trace shows it. In the model three query heads share each KV head. Do they share its
+# loads?
 
 # %%
 read = reads["a full last block"]  # one query of nine heads, three KV heads, 32 keys
@@ -1039,11 +1047,10 @@ print("rows read whole:", all(access.coalesced for access in keys))
 assert loaded == 3 * distinct and traced.bytes("store") == out.nbytes
 
 # %% [markdown]
-# They do not. One program per query head is the plainest grid, and each program fetches its keys for
-# itself, `n_rep` = 3 times in all. In a prefill it is worse, since each of the queries does so too. A card's
-# caches soften that, and a decode is bound by exactly these bytes. Week 7 mends it, with one program for all
-# query heads of a KV head; then there are rows enough for `tl.dot` too. First it has to be right, and
-# to run.
+# They do not. One program per query head is the simplest grid, and each program loads its keys
+# again, `n_rep` = 3 times in all. In a prefill each of the queries does so too. A GPU's
+# caches reduce the cost, but these bytes limit a decode step. Week 7 changes that, with one program for all
+# query heads of a KV head; then there are rows enough for `tl.dot` too.
 #
 # ## With your own code
 #
@@ -1063,21 +1070,21 @@ assert answer.text.startswith(" Paris") and launches == 6 * 30
 # %% [markdown]
 # ## What you learned
 #
-# 1. **A sum can be corrected after the fact if its error is one factor.** Subtracting the wrong maximum
-#    costs a multiplication by alpha, not a second look at the scores.
-# 2. **Keep the state, not the data.** m, l and acc are all that the past has to say; 2.4 GB of scores were
+# 1. **A sum whose error is one factor can be corrected later.** Subtracting a smaller maximum
+#    costs one multiplication by alpha, not a second pass over the scores.
+# 2. **Keep the state, not the data.** m, l and acc replace all scores so far; 2.4 GB of scores were
 #    never needed at once.
-# 3. **Masks let unlike programs run alike.** A ragged tail, a padded channel, a query that sees less, a
-#    program that is done: each is a lane that takes part in everything and changes nothing.
+# 3. **Masks let different programs run the same instructions.** A ragged tail, a padded channel, a query that sees
+#    fewer keys, a finished program: each is a lane that is switched off.
 #
 # ## Tomorrow
 #
-# The kernel ran in a simulator. Day 23 hands the same text to Triton's interpreter and to a compiler, writes
-# the launch with its strides, and decides which engine runs where.
+# The kernel ran in a simulator. Day 23 passes the same text to Triton's interpreter and to a compiler, writes
+# the launch with its strides, and chooses a backend for each device.
 #
 # **In one paragraph.** A softmax seems to need all its scores, because each exponential is taken against
 # the largest. We kept the largest so far, the sum and the mixture instead, and shrank the last two by
 # exp(old - new) whenever a larger score came. Folded a tile at a time, that is attention without a matrix of
-# scores. We taught the simulator to loop, put the fold into a kernel that reads scattered slots, and held it
-# to the oracle on every read of Day 18, with every tile, NaN all around. It reads each key three times,
-# and we know it.
+# scores. We added loops to the simulator, put the fold into a kernel that loads scattered slots, and compared it
+# with the oracle on every case of Day 18, with every tile and NaN in all other slots. It loads each key three times,
+# which Week 7 changes.

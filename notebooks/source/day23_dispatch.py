@@ -11,9 +11,9 @@
 #
 # Week 6 · Phase 2, paged memory · you need: Day 22 (The streaming softmax)
 #
-# **Today** the kernel leaves home. Its source goes, unchanged, to three engines: tlsim, Triton's
-# interpreter, and Triton's compiler for a card. You launch it, refuse what it could not survive, write
-# the rule that says which engine runs where, and hold all of them to one oracle.
+# **Today** the kernel's source goes, unchanged, to three runtimes: tlsim, Triton's
+# interpreter, and Triton's compiler for a GPU. You launch it, refuse wrong arguments before the launch, write
+# the rule that chooses a backend, and compare all three with one oracle.
 
 # %% jupyter={"source_hidden": true}
 # Set-up: on Colab, installs nanoserve in a minute or two. In your own clone it does nothing.
@@ -42,13 +42,12 @@ today.picture("one-source")
 # %% [markdown]
 # ## Why it matters
 #
-# A kernel that only a card can run is tested on a card, by those who have one. Everybody else reads it
-# and believes.
+# A kernel that only a GPU can run can be tested only by people who have one.
 #
-# So the kernel was written in Triton's language and in nothing else, and what differs between machines
-# was kept out of it. That part has to live somewhere, and today it gets its file. It is small: find out
-# what is here, check what came in, launch, and choose. Every serving engine has these pieces; at the end
-# you will find them in vLLM and SGLang.
+# So the kernel uses Triton's language and nothing else, and no line of it depends on the machine.
+# The lines that do depend on it get a file of their own today. The file is small: it finds out
+# what is installed, checks the arguments, launches, and chooses a backend. Every serving engine has these pieces; at
+# the end you find them in vLLM and SGLang.
 
 # %%
 today.glossary(
@@ -83,16 +82,15 @@ from nanoserve.kernels.sizes import next_power_of_2
 simulated = tlsim.jit(paged_attention_kernel)
 print("the same function:", simulated.fn is paged_attention_kernel.fn)
 source = inspect.getsource(simulated.fn)
-print("names that only one engine knows:", [x for x in ("torch", "tlsim", "cuda") if x in source])
+print("names that only one runtime binds:", [x for x in ("torch", "tlsim", "cuda") if x in source])
 
 # %% [markdown]
-# Which engines can run it here? Triton is published for Linux alone. Compiled, the kernel needs an
-# NVIDIA card of **compute capability** 7.5 or newer: a T4 has it, and so does all that came after. And
-# there is a third way: with `TRITON_INTERPRET=1` set **before** Triton is imported, Triton compiles
+# Which runtimes can run it here? Triton is published for Linux alone. Compiled, the kernel needs an
+# NVIDIA GPU of **compute capability** 7.5 or newer: a T4 has it, and so do all later GPUs. And
+# there is a third runtime: with `TRITON_INTERPRET=1` set **before** Triton is imported, Triton compiles
 # nothing and runs the kernel line by line in NumPy, slowly and on any processor.
 #
-# `why_not_triton` gives back a reason instead of False. Remember that when you write such a function: a
-# reason can be shown to somebody.
+# `why_not_triton` returns a reason instead of False, so that an error can show the reason.
 
 
 # %% jupyter={"source_hidden": true}
@@ -102,7 +100,7 @@ LEAST_CAPABILITY = (7, 5)  # that of a T4; Triton does not support older GPUs
 
 
 def has_triton() -> bool:
-    """Whether Triton can be imported. Triton is published for Linux alone."""
+    """Whether Triton can be imported. Triton is published for Linux only."""
     try:
         import triton
     except ImportError:
@@ -133,8 +131,8 @@ assert has_triton() or why_not_triton(torch.device("cpu")) == "Triton cannot be 
 # %% [markdown]
 # ## The launch: a grid and eight strides
 #
-# A kernel gets a pointer to the first element of each tensor, and no shape. Everything else that it has
-# to know about memory is handed in as numbers. The kernel begins like this:
+# A kernel gets a pointer to the first element of each tensor, and no shape. All else that it needs
+# to compute addresses is passed as numbers. The kernel begins like this:
 #
 #     query = tl.program_id(0)
 #     head = tl.program_id(1)
@@ -142,7 +140,7 @@ assert has_triton() or why_not_triton(torch.device("cpu")) == "Triton cannot be 
 #
 # - **The grid** says how many programs there are along axis 0 and axis 1: one for each query of each
 #   query head.
-# - **A stride** says how many elements apart two neighbours along an axis lie. It cannot be told from a
+# - **A stride** says how many elements apart two neighbours along an axis lie. It does not follow from the
 #   shape. Attention makes its queries like this, and never copies them:
 
 # %%
@@ -159,7 +157,7 @@ for name, x in (("the view that attention makes", q), ("the same, copied", q.con
 #
 # ## Your turn: `launch_arguments`
 #
-# Give back, as two tuples, what a launch needs besides the tensors:
+# Return, as two tuples, what a launch needs besides the tensors:
 #
 # | | what | of |
 # | --- | --- | --- |
@@ -192,8 +190,8 @@ def launch_arguments(q, k_pool, v_pool, out):
 
 
 # %% [markdown]
-# The launch that lands has them written out in the call. It knows nothing of engines: whoever calls it
-# brings the kernel as Triton or tlsim made it. Two more things are settled in it: `BLOCK_D` is head_dim
+# The launch that lands has them written out in the call. It takes the kernel as Triton or tlsim made it,
+# as an argument. It also fixes two things: `BLOCK_D` is head_dim
 # rounded up to a power of two (Day 21 said why), and `out` is always contiguous.
 
 
@@ -209,14 +207,15 @@ def launch(
     scale: float | None = None,
     tile: int = 128,
 ) -> torch.Tensor:
-    """Launch paged_attention_kernel, jitted by Triton or by tlsim: a program per query and head.
+    """Launch paged_attention_kernel, jitted by Triton or by tlsim: one program per query and head.
 
-    Arguments and result as for paged_attention_reference, and any strides of q and the pools but
-    the last; `tile` is the number of keys in one iteration of the kernel's loop, a power of two.
+    Arguments and result as for paged_attention_reference. q and the pools may have any strides, but
+    head_dim's must be 1. `tile` is the number of keys in one iteration of the kernel's loop, a
+    power of two.
     """
     _, n_q, query_len, head_dim = q.shape
-    # The kernel reads the mapping at stride 1. Copying a strided one costs 8 bytes a token, where
-    # a key and a value cost hundreds; the engine's own mapping is contiguous and not copied.
+    # The kernel reads the mapping at stride 1. Copying a strided mapping moves 8 bytes per token; a
+    # key and a value have hundreds. The engine's own mapping is contiguous, so it is not copied.
     slot_mapping = slot_mapping.contiguous()
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     kernel[(query_len, n_q)](
@@ -241,7 +240,7 @@ def launch(
 
 
 # %% [markdown]
-# Prove it, with everything crooked: the view for `q`, both pools side by side in one tensor, and a
+# Prove it with unusual strides: the view for `q`, both pools side by side in one tensor, and a
 # head_dim of 80 that has to be padded.
 
 # %%
@@ -260,8 +259,8 @@ assert torch.allclose(out, oracle, atol=ATOL, rtol=RTOL)
 # %% [markdown]
 # ## What a wrong pointer does
 #
-# Now make a mistake that anybody could make: 9 query heads share 3 KV heads, so `n_rep` is 3. Say 2. The
-# kernel divides the head by it, multiplies by a stride, and reads there.
+# Now make a common mistake: 9 query heads share 3 KV heads, so `n_rep` is 3. Say 2. The
+# kernel divides the head by it, multiplies by a stride, and loads from there.
 
 # %%
 k_pool, v_pool = torch.randn(2, 10 * block_size, n_kv, head_dim, generator=generator)
@@ -273,14 +272,12 @@ heads = [torch.allclose(wrong[:, h], right[:, h], atol=ATOL, rtol=RTOL) for h in
 print("heads that are right:", sum(heads), "of", n_q)
 
 # %% [markdown]
-# No error, and not even the sanitizer of Day 21 has anything to say. Query head 8 asked for KV head 4,
-# where there are 0, 1 and 2. Its address is that of the **next slot's** KV head 1: inside the buffer, somebody's real key. The
-# result is a **plausible number**. A model fed with it writes fluent nonsense, and nothing in the
-# program looks broken.
+# No error, and the sanitizer of Day 21 reports nothing either. Query head 8 computed KV head 4,
+# where there are 0, 1 and 2. Its address is that of the **next slot's** KV head 1: inside the buffer, a real key. The
+# result is a **plausible number**. A model generates fluent nonsense from it, and no error appears.
 #
-# The sanitizer knows where a buffer ends. What a number *means* is known by the caller alone, and the
-# last moment to say so is before the launch. A slot outside the pool it does catch, but only because it
-# is a model. A card would read what lies there.
+# The sanitizer checks only that an address lies in its buffer. Which key was *meant* follows from the arguments, so the
+# host has to check them before the launch. tlsim does find a slot outside the pool. A GPU would load what lies there.
 
 # %%
 beyond = slots.clone()
@@ -292,8 +289,8 @@ except tlsim.KernelError as error:
 
 # %% [markdown]
 # So the host checks, and each message names the argument and both numbers. Read the end of the cell too:
-# the **values** of the slots are looked at on the CPU alone. On a card that would mean waiting for all
-# the work that is queued there, in every layer of every token; there it is done on request.
+# the **values** of the slots are checked on the CPU alone. On a GPU such a check would wait for all
+# the work that is queued there, in every layer of every token; there it runs on request.
 
 
 # %% jupyter={"source_hidden": true}
@@ -309,11 +306,11 @@ def check_attention(
     n_rep: int,
     check_slots: bool | None = None,
 ) -> None:
-    """Raise a ValueError that names the argument, where a kernel would compute a wrong result.
+    """Raise a ValueError that names the argument if a kernel would compute a wrong result.
 
-    Checks shapes, dtypes, devices and head_dim's stride. The values in slot_mapping are checked on
-    a CPU only: reading them on a GPU waits for the GPU. `check_slots=True`, or
-    NANOSERVE_CHECK_SLOTS=1, checks them on a GPU too.
+    Arguments as for paged_attention_reference. Checks shapes, dtypes, devices and head_dim's
+    stride. Checks the values in slot_mapping on a CPU only, because reading them on a GPU waits for
+    the GPU. `check_slots=True`, or NANOSERVE_CHECK_SLOTS=1, checks them on a GPU too.
     """
     if q.dim() != 4 or q.shape[0] != 1:
         raise ValueError(f"q must be [1, n_q, query_len, head_dim], got {list(q.shape)}")
@@ -325,7 +322,9 @@ def check_attention(
                 f"{list(pool.shape)}"
             )
     if k_pool.shape != v_pool.shape:
-        raise ValueError(f"k_pool is {list(k_pool.shape)} and v_pool {list(v_pool.shape)}")
+        raise ValueError(
+            f"k_pool and v_pool must have one shape, got {list(k_pool.shape)}, {list(v_pool.shape)}"
+        )
     num_slots, n_kv, _ = k_pool.shape
     if n_q != n_kv * n_rep:
         raise ValueError(f"n_rep {n_rep} does not fit {n_q} query heads and {n_kv} KV heads")
@@ -337,15 +336,15 @@ def check_attention(
     kv_len = len(slot_mapping)
     if not 1 <= query_len <= kv_len:
         raise ValueError(
-            f"q has {query_len} positions and slot_mapping {kv_len}: the mapping includes q's own"
+            f"q has {query_len} positions and slot_mapping {kv_len}: the mapping must include q's"
         )
     if q.dtype not in DTYPES:
-        raise ValueError(f"q is {q.dtype}, and must be float32, float16 or bfloat16")
+        raise ValueError(f"q must be float32, float16 or bfloat16, got {q.dtype}")
     for name, x in (("q", q), ("k_pool", k_pool), ("v_pool", v_pool)):
         if x.dtype != q.dtype:
             raise ValueError(f"{name} is {x.dtype} and q {q.dtype}: all must be the same")
         if x.stride(-1) != 1:
-            raise ValueError(f"{name}'s head_dim must be contiguous, its stride is {x.stride(-1)}")
+            raise ValueError(f"{name}'s head_dim must be contiguous, got stride {x.stride(-1)}")
     for name, x in (("k_pool", k_pool), ("v_pool", v_pool), ("slot_mapping", slot_mapping)):
         if x.device != q.device:
             raise ValueError(f"{name} lies on {x.device} and q on {q.device}")
@@ -355,7 +354,7 @@ def check_attention(
         low, high = (int(slot) for slot in slot_mapping.aminmax())
         if low < 0 or high >= num_slots:
             wrong = low if low < 0 else high
-            raise ValueError(f"slot_mapping names slot {wrong}, and the pools have {num_slots}")
+            raise ValueError(f"slot_mapping has slot {wrong}, but the pools have {num_slots}")
 
 
 # %%
@@ -379,10 +378,10 @@ print(refusal(q, k_pool, v_pool.half(), slots, 3))
 # ## Two launchers
 #
 # Check, then launch: once with the kernel as Triton has it, once with tlsim's. The CPU path switches the
-# sanitizer off, since `check_attention` has seen to the pointers and nobody writes a kernel while a model
-# runs. It also chooses its own tile. On a card a program is 128 threads, and a tile is what their
+# sanitizer off, since `check_attention` has checked the arguments and the kernel is tested. It also chooses its own
+# tile. On a GPU a program is 128 threads, and a tile is what their
 # registers can hold; in tlsim all programs move together and each operation costs its start, so that few
-# and large tiles are better. The kernel does not care: `TILE` is one of its parameters.
+# and large tiles are better. `TILE` is a parameter of the kernel.
 
 # %%
 import os
@@ -403,7 +402,7 @@ def paged_attention_triton(
     n_rep: int,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Paged attention by Triton, compiled, or interpreted where TRITON_INTERPRET=1 was set.
+    """Paged attention by Triton: compiled, or interpreted if TRITON_INTERPRET=1 was set.
 
     Arguments and result as for paged_attention_reference; ValueError as for check_attention.
     """
@@ -433,13 +432,13 @@ def paged_attention_tlsim(
 
 
 _simulated = cache(tlsim.jit)  # reads the source of a kernel once
-LANES = 1 << 15  # keys in the tiles of all programs of a wave, so that they fit the CPU's cache
+LANES = 1 << 15  # keys per loop iteration, over all programs of a wave; they fit the CPU's cache
 
 # %% [markdown]
 # ## Your turn: `choose`
 #
-# Which of them runs? Write the rule as a plain function of four facts, so that every line of its truth
-# table can be tried without owning the machine:
+# Which backend runs? Write the rule as a plain function of four arguments, so that every line of its truth
+# table can be tested without the machine:
 #
 # | device | Triton installed | capability | override | answer |
 # | --- | --- | --- | --- | --- |
@@ -450,10 +449,10 @@ LANES = 1 << 15  # keys in the tiles of all programs of a wave, so that they fit
 # | any | | | `"tlsim"` or `"reference"` | as the override says |
 # | any | | | another name | ValueError that names it |
 #
-# `capability` is a pair such as `(9, 0)`, and None where there is no card. (Tensors can lie on the CPU of
-# a machine that has one: the device decides.) Two decisions are in the table. Without an override nothing
-# is ever refused: the engine runs, if slowly. With one nothing is ever replaced: whoever asks for Triton and gets tlsim
-# would measure the wrong thing and never know.
+# `capability` is a pair such as `(9, 0)`, and None where there is no GPU. (Tensors can lie on the CPU of
+# a machine that has one: the device decides.) The table makes two decisions. Without an override nothing
+# is refused: the engine runs, if slowly. An override is never replaced by another backend: whoever asks for Triton and
+# gets tlsim would measure the wrong backend without a sign of it.
 
 
 # %%
@@ -480,9 +479,9 @@ def choose(device_type, has_triton, capability, override=None):
 
 
 # %% [markdown]
-# In the package the facts are found out, not handed in. The override comes from `use_backend(...)`, for
-# a few lines of a program, or from the environment variable `NANOSERVE_BACKEND`, for a whole run. And a
-# card that is passed over is told about, once: a slow engine with no word of why is a riddle.
+# The package finds these facts out by itself. The override comes from `use_backend(...)`, for
+# a few lines of a program, or from the environment variable `NANOSERVE_BACKEND`, for a whole run. And where
+# a GPU is present and not used, `select_backend` warns once, with the reason.
 
 
 # %% jupyter={"source_hidden": true}
@@ -511,7 +510,10 @@ def select_backend(device: torch.device | str) -> str:
 
 @contextmanager
 def use_backend(name: str) -> Iterator[None]:
-    """Run paged attention with one backend of BACKENDS inside a `with` block, for experiments."""
+    """Run paged attention with one backend of BACKENDS inside a `with` block, for experiments.
+
+    Raises ValueError for another name.
+    """
     _check_name(name)
     token = _override.set(name)
     try:
@@ -530,11 +532,13 @@ def _check_name(name: str) -> None:
 
 @cache
 def _warn_fallback(gpu: str, reason: str) -> None:
-    """One warning per GPU: a @cache'd function runs once for the same arguments."""
-    warnings.warn(f"tlsim takes the place of Triton on {gpu}: {reason}", stacklevel=3)
+    """Warn once per GPU: @cache makes the function run once for the same arguments."""
+    warnings.warn(f"paged attention falls back to tlsim on {gpu}: {reason}", stacklevel=3)
 
 
 # %%
+from unittest.mock import patch
+
 os.environ.pop("NANOSERVE_BACKEND", None)
 print("the CPU:", select_backend("cpu"))
 with use_backend("reference"):
@@ -544,25 +548,24 @@ print("by the environment:", select_backend("cpu"))
 del os.environ["NANOSERVE_BACKEND"]
 for name in ("cuda", "triton"):
     try:
-        with use_backend(name):
-            select_backend("cpu")
+        with use_backend(name), patch("__main__.paged_attention_kernel", object()):
+            select_backend("cpu")  # the patch: as without TRITON_INTERPRET=1
     except ValueError as error:
         print(str(error).partition(":")[0])
 
 # %% [markdown]
-# And the cards? None is needed to test the rule. Put words in the mouth of `torch.cuda`, and compare
+# Testing the rule needs no GPU. Replace the functions of `torch.cuda`, and compare
 # `select_backend` with the plain function:
 
+
 # %%
-from unittest.mock import patch
-
-
 def on_a(card, capability, installed=True):
     """What select_backend answers on a card that is not there, and the warnings it gives."""
     with (
         patch("torch.cuda.get_device_name", lambda _: card),
         patch("torch.cuda.get_device_capability", lambda _: capability),
         patch("__main__.has_triton", lambda: installed),
+        patch("__main__.paged_attention_kernel", object()),  # as without TRITON_INTERPRET=1
         warnings.catch_warnings(record=True) as told,
     ):
         _warn_fallback.cache_clear()
@@ -576,12 +579,12 @@ for card, capability in (("B200", (10, 0)), ("H200", (9, 0)), ("T4", (7, 5)), ("
 print("H200", *on_a("H200", (9, 0), installed=False))
 
 # %% [markdown]
-# Three reads, one warning. (A small trap: as text, "10.0" is less than "7.5". A pair is compared number
+# Three calls, one warning. (A small trap: as text, "10.0" is less than "7.5". A pair is compared number
 # by number.)
 #
 # ## The dispatcher
 #
-# What is left is short. Day 25 will give it to the cache.
+# The rest is short. From Day 25 on, the cache calls it.
 
 
 # %% jupyter={"source_hidden": true}
@@ -596,8 +599,8 @@ def paged_attention_dispatch(
 ) -> torch.Tensor:
     """Paged attention by the backend that select_backend chooses for q's device.
 
-    Arguments and result as for paged_attention_reference, within `tolerance` of it for every
-    backend. Raises ValueError as check_attention and select_backend do.
+    Arguments and result as for paged_attention_reference; every backend's result is within
+    `tolerance` of the reference's. Raises ValueError as check_attention and select_backend do.
     """
     backend = select_backend(q.device)
     if backend == "triton":
@@ -619,7 +622,7 @@ assert torch.equal(out, right)
 # %% [markdown]
 # ## The same three pieces elsewhere
 #
-# A kernel, a fallback, a selector. Look for them in two engines that serve a great many people (paths as
+# A kernel, a fallback, a selector. Look for them in two widely used engines (file names as
 # of 2026; files move):
 #
 # | | nanoserve | vLLM | SGLang |
@@ -629,29 +632,29 @@ assert torch.equal(out, right)
 # | fallback | tlsim | on a CPU: `backends/cpu_attn.py` | `torch_native_backend.py`, beside them |
 # | selector | `select_backend` | `get_attn_backend` in `selector.py` | `ATTENTION_BACKENDS` in `attention_registry.py` |
 #
-# vLLM's selector asks the platform: `get_attn_backend_cls` in `vllm/platforms/cuda.py` or `cpu.py`.
+# vLLM's selector calls the platform's: `get_attn_backend_cls` in `vllm/platforms/cuda.py` or `cpu.py`.
 # SGLang's name comes from `server_args.py`.
 #
-# - **vLLM** keeps a list of backends for each kind of card, in order of preference, and asks each one
-#   what speaks against it: the dtype, the head size, the capability. The first that has no reason wins.
-#   One that was asked for by name and has a reason ends in an error that lists it. That is
-#   `why_not_triton` and the override, grown up.
-# - **SGLang** keeps names and constructors in a registry, and takes a default from the hardware and from
-#   what is installed: FlashAttention on a Hopper card, or FlashInfer if it can be imported, or Triton.
+# - **vLLM** keeps a list of backends for each kind of GPU, in order of preference. Each backend
+#   returns its reasons against running: the dtype, the head size, the capability. vLLM takes the first without a
+#   reason. A backend that was chosen by name and has a reason is an error that lists it. That is
+#   `why_not_triton` and the override in a larger form.
+# - **SGLang** keeps names and constructors in a registry, and takes a default from the hardware and
+#   the installed packages: FlashAttention on a Hopper GPU, or FlashInfer if it can be imported, or Triton.
 #   Its `torch_native` gathers keys and values by slot, one sequence after another, and calls PyTorch's
 #   attention. You wrote that on Day 18.
 #
-# Two differences are worth knowing. Both choose once, when the server starts, since a server has one
-# kind of card; ours asks at every read, which costs a microsecond or so and lets one program hold
-# tensors on two devices. And neither fallback runs the kernel's own source: theirs is another
-# implementation, and ours is the kernel itself, which is why a laptop can test it.
+# There are two differences. Both engines choose once, when the server starts, since a server has one
+# kind of GPU; nanoserve chooses at every call, so that one program may hold tensors on two devices. And neither
+# fallback runs the kernel's own source: theirs is another implementation. nanoserve's fallback is the kernel itself,
+# which is why a laptop can test it.
 #
-# ## Three engines, one table
+# ## Three runtimes, one table
 #
-# Now the promise. A list of eight reads, with all that kernels get wrong: the first token, decode,
-# prefill, continuation, one KV head, one for each, a head_dim that is no power of two, a history longer
+# Eight cases that kernels often get wrong: the first token, decode,
+# prefill, continuation, one KV head, a KV head for each query head, a head_dim that is no power of two, more keys
 # than a tile. The keys lie in scattered blocks, NaN in every other slot, and `q` is a view. In three
-# dtypes every engine is compared with the oracle, and judged by what `tolerance(dtype)` allows.
+# dtypes every runtime is compared with the oracle, within `tolerance(dtype)`.
 
 # %%
 import argparse
@@ -670,8 +673,8 @@ from pathlib import Path
 
 # %% jupyter={"source_hidden": true}
 # lands in nanoserve/bench/agreement.py: Runtime, BLOCK, AttentionShape, SHAPES and 3 more
-Runtime = Callable[..., torch.Tensor]  # has paged_attention_reference's arguments and result
-BLOCK = 16  # tokens in a block of the drawn pools
+Runtime = Callable[..., torch.Tensor]  # arguments and result of paged_attention_reference
+BLOCK = 16  # tokens in a block of draw's pools
 
 
 @dataclass(frozen=True)
@@ -702,8 +705,8 @@ SHAPES = (
 class AgreementRow:
     """One runtime on one shape in one dtype.
 
-    `largest` is the largest absolute difference from the oracle. `used` is the largest fraction of
-    tolerance(dtype) that an element uses: a runtime agrees where it is at most 1.
+    `largest` is the largest absolute difference from the oracle. `used` is the largest ratio of a
+    difference to tolerance(dtype): a runtime agrees if `used` is at most 1.
     """
 
     shape: str
@@ -723,10 +726,10 @@ def agreement(
     dtypes: Sequence[torch.dtype] = DTYPES,
     device: torch.device | str = "cpu",
 ) -> list[AgreementRow]:
-    """Run every runtime on every shape, on `device`; compare with the oracle on the CPU.
+    """Run every runtime on every shape and dtype, on `device`; compare with the oracle on the CPU.
 
-    The inputs are `draw`'s: scattered blocks, NaN in every other slot, and q in the layout that
-    gqa_attention makes (positions before heads in memory).
+    The inputs are those of `draw`: scattered blocks, NaN in all slots outside the mapping, and q in
+    the memory layout of gqa_attention (positions before heads).
     """
     rows = []
     for dtype in dtypes:
@@ -744,7 +747,10 @@ def agreement(
 
 
 def draw(shape: AttentionShape, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """Random (q, k_pool, v_pool, slot_mapping) of a shape; the same numbers at each call."""
+    """Random (q, k_pool, v_pool, slot_mapping), as paged_attention_reference takes them.
+
+    Every call returns the same numbers for a shape.
+    """
     random = torch.Generator().manual_seed(shape.kv_len)
     q = torch.randn(1, shape.query_len, shape.n_q, shape.head_dim, generator=random)
     blocks = -(-shape.kv_len // BLOCK)
@@ -769,7 +775,7 @@ DATA = Path("notebooks/data")  # where runs are recorded, from the root of a clo
 def machine(
     device: torch.device | str, packages: Sequence[str] = ("torch", "triton")
 ) -> dict[str, object]:
-    """The machine as every recorded run and `nanoserve doctor` describe it.
+    """The description of this machine in every recorded run and in `nanoserve doctor`.
 
     Keys: device, driver and cuda (None without an NVIDIA GPU), platform, threads, versions (None
     for a package that is not installed), date.
@@ -811,10 +817,10 @@ def _version(package: str) -> str | None:
 def save_run(run: Mapping[str, object], benchmark: str, folder: Path = DATA) -> Path:
     """Write a run as JSON, for example as attention_h200.json for an "NVIDIA H200".
 
-    `run` holds the keys of `machine` and its own. Raises ValueError where the folder is missing.
+    `run` holds the keys of `machine` and its own. Raises ValueError if the folder is missing.
     """
     if not folder.is_dir():
-        raise ValueError(f"no folder {folder.as_posix()} here: record at the root of a clone")
+        raise ValueError(f"no folder {folder.as_posix()} here: run this at the root of a clone")
     device = str(run["device"]).lower().removeprefix("nvidia ")
     path = folder / f"{benchmark}_{re.sub(r'[^a-z0-9]+', '_', device).strip('_')}.json"
     path.write_text(json.dumps(run, indent=1) + "\n", encoding="utf-8")
@@ -830,7 +836,7 @@ def save_run(run: Mapping[str, object], benchmark: str, folder: Path = DATA) -> 
 # %% jupyter={"source_hidden": true}
 # lands in nanoserve/bench/agreement.py: runtimes_of, main
 def runtimes_of(device: torch.device) -> dict[str, Runtime]:
-    """The runtimes that can run the kernel on a device, in this process, by name."""
+    """The runtimes that can run the kernel on a device in this process: {name: function}."""
     runtimes = {"tlsim": paged_attention_tlsim}
     if why_not_triton(device) is None:
         interpreted = os.environ.get("TRITON_INTERPRET") == "1"
@@ -839,9 +845,9 @@ def runtimes_of(device: torch.device) -> dict[str, Runtime]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the machine and all rows as JSON; with --record, write them to a file too.
+    """Print the machine and all rows as JSON; with --record, also write them to a file.
 
-    Where a row does not agree, print it to stderr, record nothing and exit with code 1.
+    If a row does not agree, print the row to stderr, record nothing and exit with code 1.
     """
     parser = argparse.ArgumentParser(prog="python -m nanoserve.bench.agreement")
     parser.add_argument("--record", nargs="?", const=DATA, type=Path, metavar="FOLDER")
@@ -855,7 +861,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(json.dumps(run))
     wrong = [row for row in rows if not row.agrees]
     for row in wrong:
-        print(f"{row.runtime} is {row.largest:.1e} off: {row.shape}, {row.dtype}", file=sys.stderr)
+        where = f"{row.shape}, {row.dtype}"
+        print(f"{row.runtime} differs by {row.largest:.1e}: {where}", file=sys.stderr)
     if wrong:
         sys.exit(1)
     if folder:
@@ -866,8 +873,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 # %% [markdown]
-# Before you run it: the three runtimes add the same numbers in different orders. How far do they come
-# apart?
+# Before you run it: the three runtimes add the same numbers in different orders. How far apart are their
+# results?
 
 # %%
 today.predict(
@@ -875,7 +882,7 @@ today.predict(
 )
 
 # %% [markdown]
-# First this process: tlsim, and Triton compiled if you have a card.
+# First this process: tlsim, and Triton compiled if you have a GPU.
 
 # %%
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -884,8 +891,8 @@ assert all(row.agrees for row in here)
 print(len(SHAPES), "shapes,", len(DTYPES), "dtypes, all within the tolerance:", True)
 
 # %% [markdown]
-# Then the interpreter. `TRITON_INTERPRET=1` has to be there before Triton is imported, and in this
-# process it is too late for that. So it gets a process of its own. (Where there is no Triton, that
+# Then the interpreter. `TRITON_INTERPRET=1` has to be set before Triton is imported, and in this
+# process Triton is imported already. So the interpreter gets a process of its own. (Where there is no Triton, that
 # process has tlsim alone, and the interpreter's column comes from a recorded run.)
 
 # %%
@@ -902,8 +909,7 @@ assert all(row.agrees for row in interpreted)
 print(len(interpreted), "rows of Triton's interpreter, all within the tolerance:", True)
 
 # %% [markdown]
-# And a card that you need not have: the same command, run there with `--record`. There the kernel was
-# compiled.
+# And a recorded run of the same command on a GPU, where the kernel was compiled:
 
 # %%
 run = today.data("agreement_h200")
@@ -925,7 +931,9 @@ for cells in zip(*columns.values()):
     print(f"{row:36}", *(f"{cell.largest:12.1e}" for cell in cells))
 worst = max(row.largest for rows in columns.values() for row in rows if row.dtype == "float32")
 used = max(row.used for rows in columns.values() for row in rows if row.dtype == "float32")
-print(f"float32 at worst {worst:.0e}; your guess: 10 to the minus {today.guess('apart')}")
+print(f"float32 at worst {worst:.0e}")
+if (guess := today.guess("apart")) is not None:
+    print(f"your guess: 10 to the minus {guess}")
 print(f"of what the tolerance allows in float32, at most {used:.3f} is used")
 assert 0 < worst < ATOL
 assert used < 0.2
@@ -959,16 +967,14 @@ ax.set(xlim=(min(edges), max(edges)), ylim=(7.6, -0.7), yticks=range(len(names))
 fig
 
 # %% [markdown]
-# In float32 all differ from the oracle, and from each other, in the seventh digit: the same products,
-# added in tiles of different sizes and in different orders. They use a few hundredths of what Day 18
-# allowed, at most (the last line above the plot). The first token has nothing to add, and comes out equal
-# to the last bit.
+# In float32 the runtimes add the same products in tiles of different sizes and in different orders. How much of Day 18's
+# tolerance that takes, at worst, is the last line above the plot. The first token has one key and nothing to add: a
+# difference of 0 there means equal bits.
 #
-# In 16 bits (the table has them) the differences are larger. With several queries they are some thousand
-# times larger in float16 and ten thousand in bfloat16, and within a factor of two or so the same for every
-# engine. With a single query they are anything from nothing to one unit of the format: a sum just beside
-# the middle between two neighbours may be rounded to either. Then who is off: the kernel, or the oracle?
-# Ask somebody who does not round: the reference in float64.
+# In 16 bits (the table has them) the formats have fewer digits, so expect larger differences. With a single query a
+# difference can be anything from 0 to one unit of the format: a sum close to
+# the middle between two neighbours may be rounded to either. Then which one is off: the kernel, or the oracle?
+# Compare both with the reference in float64.
 
 # %% tags=["nbval-ignore-output"]
 for dtype in (torch.float16, torch.bfloat16):
@@ -989,21 +995,21 @@ for dtype in (torch.float16, torch.bfloat16):
     assert sum(nearer["several queries"]) > 2
 
 # %% [markdown]
-# With several queries the **kernel** is nearer. It sums in float32 and rounds once, at the end; the oracle
-# rounds queries, scores and weights on the way. A single query the oracle too attends in float32, and
-# the two tie. An oracle is what you compare with, and here it is not the best that could be had: it is
+# Where the **kernel** is nearer, this is why: it sums in float32 and rounds once, at the end; for several queries the
+# oracle rounds queries, scores and weights on the way. For a single query the oracle computes in float32 too, and
+# the two can tie. An oracle is what you compare with; it need not be the most precise sum. Here it is
 # the engine's own plain sum.
 #
-# What the plot does not show: time (Day 26 measures it, and the interpreter is no way to run a model),
-# and keys of a real model. And agreement on eight shapes is not agreement on all; the tests under
+# The plot leaves out time (Day 26 measures it, and the interpreter is far too slow for a model)
+# and keys of a real model. And agreement on eight cases is not agreement on all; the tests under
 # `tests/` try some hundred more.
 #
-# ## Compiled here, for a card that is not here
+# ## Compiled here, for another machine's GPU
 #
-# A compiler needs no card. Triton takes the kernel's source and the types of its arguments, and gives
-# machine code for a target that is named: **ahead of time**. That catches what only a compiler can
-# refuse, on any Linux machine. Of interest is the **shared memory** that a program asks for: a T4 has 64
-# KiB of it, and a kernel that wants more never starts there.
+# A compiler needs no GPU. Triton takes the kernel's source and the types of its arguments, and returns
+# machine code for a named target: **ahead of time**. So any Linux machine can test whether the compiler accepts the
+# kernel. The number to look at is the **shared memory** of a program: a T4 has 64
+# KiB of it, and a kernel that needs more does not start there.
 
 
 # %%
@@ -1022,7 +1028,8 @@ def compiled_for(capability):
 
 
 # %% tags=["nbval-ignore-output"]
-for capability in (75, 80, 90, 100) if has_triton() else ():
+able = has_triton() and os.environ.get("TRITON_INTERPRET") != "1"
+for capability in (75, 80, 90, 100) if able else ():
     binary = compiled_for(capability)
     shared, ptx = binary.metadata.shared, binary.asm["ptx"].splitlines()
     target = next(line for line in ptx if line.startswith(".target"))
@@ -1038,32 +1045,32 @@ for capability in (75, 80, 90, 100) if has_triton() else ():
     print(f"{len(code):,} instructions,".rjust(35), counts)
     assert f"sm_{capability}" in target
     assert 0 <= shared <= 64 * 1024
-if not has_triton():
-    print("Triton is not installed here: there is nothing to compile with.")
+if not able:
+    print("To compile here, install Triton and unset TRITON_INTERPRET.")
 
 # %% [markdown]
-# Few lines of Python became thousands of PTX. Some half of those are instructions, written out for each
+# Few lines of Python became many lines of PTX. A part of them are instructions, written out for each
 # thread's share of a tile: loads from memory, float sums, shuffles that pass sums between threads, and
 # addresses and masks. The rest are directives and labels. And almost no shared memory: this kernel
 # multiplies and sums in registers, with no `tl.dot`. Day 28 will change that, and then the limit counts.
 #
-# Compiled is not run. That the code is *right* was said by the table above, on the card where it ran.
+# Compiled is not run. Whether the code is *right* is in the table above, from the GPU where it ran.
 #
 # ## What you learned
 #
 # 1. **Keep what differs between machines out of the kernel,** and one source can be tested everywhere.
 # 2. **A wrong pointer is a plausible number:** what a kernel cannot check, its launcher must refuse, by
 #    name.
-# 3. **A default may fall back, an order may not.** Whoever asked for a backend by name must get it, or
+# 3. **A default may fall back, an override may not.** A backend that is chosen by name runs, or raises
 #    an error.
 #
 # ## Tomorrow
 #
-# The kernel runs. How does its time grow with the history? A line on a log-log plot can say so, and can
-# be read wrongly in three ways. Day 24 fits it.
+# The kernel runs. How does a time grow with `kv_len`? Day 24 fits a line on a log-log plot, and shows three
+# ways to misread it.
 #
 # **In one paragraph.** We sent the kernel's source, with no line changed, to tlsim, to Triton's
-# interpreter and to Triton's compiler, and wrote down how far each lies from the oracle: a few units in
-# the seventh digit. Around it stands a small file that checks what comes in, works out the grid and the
-# strides, and chooses what runs, with a reason whenever it passes something over. vLLM and SGLang have
-# the same three pieces. Ours has one thing more: its fallback is the kernel.
+# interpreter and to Triton's compiler, and measured how far each lies from the oracle. A
+# small file checks the arguments, computes the grid and the
+# strides, and chooses the backend, with a warning that gives the reason when it falls back. vLLM and SGLang have
+# the same three pieces. In nanoserve the fallback runs the kernel too.

@@ -12,8 +12,8 @@
 # Week 6 · Phase 2, paged memory · you need: Day 20 (A number on the wall)
 #
 # **Today** you turn a sweep of times into two numbers: how the time grows with the length, and what it
-# costs. It is the least squares of a school book, taken through the logarithms. In two days it will
-# judge the kernel.
+# costs. You fit a straight line by least squares, through the logarithms. In two days you use it to compare
+# the kernel with the gather.
 
 # %% jupyter={"source_hidden": true}
 # Set-up: on Colab, installs nanoserve in a minute or two. In your own clone it does nothing.
@@ -42,13 +42,13 @@ today.picture("flat-or-climbing")
 # %% [markdown]
 # ## Why it matters
 #
-# Day 20 left a table of times on the wall. Tables invite two mistakes. One is to look at a single row,
-# since the next row may tell another story. The other is to plot the rows on plain axes and trust the eye:
-# there the longest history fills the picture, and everything grows "somehow".
+# Day 20 ended with a table of times. Tables invite two mistakes. One is to look at a single row, since the next
+# row may show something else. The other is to plot the rows on plain axes and trust the eye: there the largest
+# `kv_len` fills the picture, and everything grows "somehow".
 #
-# What somebody who runs an engine wants to know is this: **if the history is twice as long, what do I
-# pay?** The same (flat), twice (linear), four times? And of two paths that grow alike, which is
-# cheaper, and by how much?
+# Whoever runs an engine asks: **if twice as many tokens are in the cache, how much longer does a step take?** As
+# long (flat), twice (linear), four times? And of two code paths that grow alike, which is faster, and by how
+# much?
 
 # %%
 today.glossary("sweep", "power law", "exponent", "log-log", "least squares", "regime")
@@ -71,8 +71,8 @@ for exponent in (0, 0.2, 0.5, 0.8, 1, 1.2, 2):
 
 # %% [markdown]
 # Logarithms do a second thing for us. Times of a sweep reach from 100 µs to 10 ms, and each is
-# wrong by some *percent*. On plain axes 5 % of the longest, 500 µs, is several times the whole of the shortest, so a
-# least squares there listens to the last point and to no other. In logarithms 5 % is the same distance
+# wrong by some *percent*. On plain axes 5 % of the longest, 500 µs, is several times the whole of the shortest, so
+# least squares there follows the last point alone. In logarithms 5 % is the same distance
 # everywhere: **each point weighs by its ratio to the line.**
 #
 # Of all lines, least squares takes the one whose squared vertical distances to the points are together
@@ -106,11 +106,11 @@ today.check(power_law)
 # %% [markdown]
 # ## What lands
 #
-# Around your line stand the things that two numbers leave unsaid. **`seconds_per_token`** is measured at
-# the longest history, not read from the line. **`misfit`** is the factor by which the worst point lies
+# Around your line the package stores what two numbers leave unsaid. **`seconds_per_token`** is measured at
+# the largest `kv_len`, not taken from the line. **`misfit`** is the factor by which the worst point lies
 # off: a line can be drawn through anything. And **`regime`** gives the exponent a name, with bounds that
 # were chosen, not found: up to 0.2, ten times the length costs at most 1.6 times the time. Mind the two senses
-# of the word: in the text a regime is a range in which one thing rules the time, and `fit.regime` is no more than
+# of the word: in the text a regime is a range in which one cost dominates the time, and `fit.regime` is only
 # a name for the exponent, such as "linear".
 
 # %%
@@ -140,7 +140,7 @@ class ScalingFit:
     def regime(self) -> str:
         """The name in REGIMES for the exponent: "flat" up to 0.2, "linear" from 0.8 to 1.2, ...
 
-        A "falling" time (exponent below -0.2) was ruled by something other than the length.
+        A "falling" time (exponent below -0.2) depends mainly on something other than the length.
         """
         return next(name for most, name in REGIMES if self.exponent <= most)
 
@@ -164,8 +164,8 @@ def power_law(lengths: Sequence[float], seconds: Sequence[float]) -> tuple[float
 def fit_scaling(lengths: Sequence[float], seconds: Sequence[float]) -> ScalingFit:
     """Fit a power law to the seconds measured at some lengths.
 
-    Raises ValueError where the two sequences differ in length, for fewer than three points (two
-    points fit any line), for lengths that are all equal, and for a number that is not positive and
+    Raises ValueError if the two sequences differ in length, for fewer than three points (a line
+    fits any two points), for lengths that are all equal, and for a number that is not positive and
     finite.
     """
     if len(lengths) != len(seconds):
@@ -200,7 +200,7 @@ for exponent in (0.0, 0.5, 1.0, 2.0):
     )
 
 # %% [markdown]
-# Then where it is not, against somebody else's least squares. And two things that must hold for any
+# Then where it is not, against NumPy's least squares. And two things that must hold for any
 # sweep: in other units the exponent stays, and the order of the points does not matter.
 
 # %%
@@ -221,8 +221,7 @@ print("in ms the same exponent:", math.isclose(in_ms.exponent, fit.exponent))
 print("backwards the same exponent:", math.isclose(backwards.exponent, fit.exponent))
 
 # %% [markdown]
-# Last, what has no fit. Two points lie on *some* line whatever they are, so two are refused: nothing
-# could contradict them.
+# Last, sweeps that have no fit. Two points lie on *some* line whatever they are, so two are refused.
 
 # %%
 for times, at in (
@@ -238,9 +237,9 @@ for times, at in (
         print(error)
 
 # %% [markdown]
-# ## A law that nobody wrote
+# ## A power law from two plain costs
 #
-# Before you measure, look at a sweep that is made up: every read costs 200 µs to begin with, and then
+# Before you measure, look at a sweep that is made up: every call costs 200 µs to begin with, and then
 # 0.2 µs for each token. Each of the two parts is as plain as can be.
 
 # %%
@@ -254,13 +253,13 @@ for name, fit in (("16 to 256", short), ("16 to 4,096", whole), ("65,536 and on"
 
 # %% [markdown]
 # An exponent of about a quarter, and no fourth root anywhere. The **fixed cost flattens the short end**,
-# where a token more changes nothing; far out it is forgotten, and the law is linear. The whole sweep's
-# exponent is a mixture that depends on where you began and stopped, and the misfit says so: the worst
+# where a token more changes nothing; far out it no longer matters, and the time is linear. The whole sweep's
+# exponent is a mixture that depends on where you began and stopped. The misfit shows it: the worst
 # point is off by far more than noise would be.
 #
 # ## Predict, then measure
 #
-# Now Day 20's two paths, live: gather, and the fused read as it stood then. Llama's shape again, with
+# Now Day 20's two code paths, live: gather, and the fused path as it stood then. Llama's shape again, with
 # six layers, which are enough to take turns. What is the exponent of the gather from 16 to 4,096 tokens?
 
 # %%
@@ -283,7 +282,8 @@ ends = {
 }
 for name, fit in ends.items():
     print(f"gather, {name:12} exponent {fit.exponent:.2f}, {fit.regime}")
-print("your guess for the whole:", today.guess("exponent"))
+if (guess := today.guess("exponent")) is not None:
+    print("your guess for the whole:", guess)
 assert all(-0.5 < fit.exponent < 2 for fit in fits.values())
 assert all(times[0] < times[-1] for times in took.values())
 
@@ -292,7 +292,10 @@ assert all(times[0] < times[-1] for times in took.values())
 from nanoserve.course.plots import COLOURS, figure, label_line, log2_axis
 
 fig, axes = figure(
-    height=4.6, panels=2, xlabel="tokens of history", ylabel="µs for one layer's read"
+    height=4.6,
+    panels=2,
+    xlabel="kv_len (tokens in the cache)",
+    ylabel="µs for one layer's attention",
 )
 micro = {path: [1e6 * t for t in times] for path, times in took.items()}
 for path, colour, at, where in (
@@ -327,20 +330,21 @@ for ax, title in zip(axes, ("One line for each path", "The gather's two ends")):
 fig
 
 # %% [markdown]
-# **The honest reading.** On the left a line for each path, and the dots bow away from it: below in the
-# middle, above at both ends. One exponent for this sweep is an average over two regimes, and neither of
-# them grows that way. On the right the same dots in two parts. The short end is flatter: part of its time is
-# the start of a dozen small operations. The long end is steeper and nearer to 1, and not there yet: even at
-# 4,096 a fixed part remains.
+# **The honest reading.** On the left is a line for each path. If your dots bow away from it, below in the middle
+# and above at both ends, then one exponent for this sweep is an average over two regimes, and neither of them
+# grows that way. On the right are the same dots in two parts. A short end flatter than the long end means that part
+# of its time is the start of a dozen small operations. A long end below 1 means that a fixed part remains even at
+# 4,096. It can also come out above 1: then the longest sweep no longer fits in a cache of your processor, and each
+# byte costs more than before; or other work ran beside yours. Run the cell again to tell these apart.
 #
-# So: quote the exponent **with its range**, and the cost of a token **at the longest history**. And the two paths?
-# They do the same sum, and both numbers are the same within noise: neither scales better than the other, and neither
-# is cheaper.
+# So: quote the exponent **with its range**, and the cost of a token **at the largest `kv_len`**. And the two paths?
+# They compute the same sum. Where your two exponents, or your two costs, differ by less than two runs of this cell
+# differ, call them equal.
 #
 # Three things the fit does not say. It does not say *why*: flat may be a fixed cost, or a timer that
-# measures nothing. It must not be drawn on beyond its last dot: at 100,000 tokens a line from this sweep would
-# promise far too little. And a low exponent is no praise: **the slower the start, the flatter the
-# line.** Remember that in two days, when a kernel in a simulator grows more slowly than a gather that beats it.
+# measures nothing. It says nothing beyond its last dot: at 100,000 tokens a line from this sweep can
+# promise far too little. And a low exponent is no praise: **the larger the fixed cost, the flatter the
+# line.** Remember that in two days, when you fit a kernel in a simulator beside a gather.
 #
 # ## With your own code
 #
@@ -356,17 +360,17 @@ print("the same exponent:", math.isclose(judged.exponent, fits["gather"].exponen
 # %% [markdown]
 # ## What you learned
 #
-# 1. **The slope on log-log axes answers the question people ask:** what do I pay for twice the length?
-# 2. **A fit speaks for the range it saw.** A fixed cost flattens the short end, and a line drawn through
+# 1. **The slope on log-log axes answers a common question:** how much longer does twice the length take?
+# 2. **A fit describes the range that was measured.** A fixed cost flattens the short end, and a line through
 #    both ends describes neither.
-# 3. **The exponent says how it grows, the constant says who is cheaper.** Quote both, or you have praised
-#    the slowest path for being flat.
+# 3. **The exponent says how the time grows, the constant how large it is.** Quote both: the slowest path can
+#    have the smallest exponent.
 #
 # ## Tomorrow
 #
 # The kernel is written, compiled and chosen by a dispatcher, and nothing calls it. Day 25 moves one line.
 #
-# **In one paragraph.** We took the logarithms of lengths and times and laid the school book's line through
-# them: its slope is the exponent, and e to its intercept the constant. Closed forms and numpy agree, and what has
-# no fit is refused by name. Then Day 20's sweep taught the honest reading: a fixed cost makes the short end
-# flatter, the bytes pull the long end towards linear, and the exponent of the whole is nobody's law.
+# **In one paragraph.** We took the logarithms of lengths and times and fitted a line to
+# them: its slope is the exponent, and e to its intercept the constant. Closed forms and NumPy agree, and a sweep
+# without a fit is refused by name. Then you fitted Day 20's sweep: a fixed cost makes a short end flatter, the
+# bytes make a long end steeper, and the exponent of the whole sweep may describe neither.

@@ -12,7 +12,7 @@
 # Week 6 · Phase 2, paged memory · you need: Days 19 and 23 (The fused read; The same source, compiled)
 #
 # **Today** one line of the package moves: the cache asks the dispatcher instead of the oracle. From here
-# on the engine runs your kernel, on a card as machine code and on a laptop as torch, and the cache never
+# on the engine runs your kernel, on a GPU as machine code and on a laptop as torch, and the cache never
 # learns which.
 
 # %% jupyter={"source_hidden": true}
@@ -42,14 +42,14 @@ today.picture("paged-read-dispatch")
 # %% [markdown]
 # ## Why it matters
 #
-# Everything stands. Day 18 froze what the read has to give. Day 19 put the read behind one method of the
-# cache. Days 21 and 22 wrote the kernel, and Day 23 the dispatcher that knows where it can run. Not one of
-# them changed a token that the engine writes, because nobody called them.
+# All parts are ready. Day 18 fixed the result of paged attention. Day 19 put it behind one method of the
+# cache. Days 21 and 22 wrote the kernel, and Day 23 the dispatcher that chooses a backend. None of
+# them changed a token that the engine generates, because the engine did not call them.
 #
-# Now somebody does. It is the smallest change of the course and the one with the longest shadow: since
-# Day 11 the cached engine was *equal in every bit* to the plain one, and tests said so. A kernel adds the
-# same numbers in another order. So some tests have to be stated anew, and the question of today is which,
-# how loosely, and why that is no retreat.
+# Now it does. It is the smallest change of the course, with far consequences: since
+# Day 11 the cached engine was *equal in every bit* to the plain one, and tests checked that. A kernel adds the
+# same numbers in another order. So some tests need a new bound. Today you find out which tests, which bound,
+# and why the new bound is no weaker a promise.
 
 # %%
 today.glossary("spy", "wiring test", "tolerance", "deviation")
@@ -57,24 +57,24 @@ today.glossary("spy", "wiring test", "tolerance", "deviation")
 # %% [markdown]
 # ## Your turn: a wiring test
 #
-# Before the line moves, write the test that will see whether it did. The numbers cannot: the oracle and
-# the kernel differ in the seventh digit (Day 23), so a cache that still asked the oracle would pass every
-# test of numbers. Only a **spy** in the dispatcher's place knows.
+# Before the line moves, write the test that shows whether it moved. Numbers do not show it: the oracle and
+# the kernel differ in the seventh digit (Day 23), so a cache that still called the oracle would pass every
+# test of numbers. A **spy** in the dispatcher's place shows it.
 #
 # `cache.py` imports the dispatcher by name, so that is the name to replace:
-# `nanoserve.cache.paged_attention_dispatch`. Put a spy there, let the cache attend, and say `True` if all
-# of this holds:
+# `nanoserve.cache.paged_attention_dispatch`. Put a spy there, call `cache.paged_attention` with the same `layer`, `k`, `v`, `q` and `n_rep`,
+# and return `True` if all of this holds:
 #
 # | | what must hold |
 # | --- | --- |
-# | calls | the dispatcher is asked exactly once |
-# | pools | it gets this layer's own pools: those very tensors' memory, no copy |
-# | mapping | the slots of the whole history, this step's tokens included |
-# | answer | what it returns comes back untouched: the same object |
+# | calls | the dispatcher is called exactly once |
+# | pools | it gets this layer's own two pools: the memory of `cache.pool.k` and `cache.pool.v`, no copy |
+# | mapping | it gets the slot of every token in the cache, oldest first, this step's included |
+# | answer | the cache returns the dispatcher's result untouched: the same object |
 # | back | afterwards the real dispatcher is in its place again, also if the cache raised |
 #
-# The check runs your test on caches that are wired right, on seven that are not, and on one that raises
-# (then your test may raise as well).
+# The check runs your test on caches that are wired right, on others that break one row of the table each, and on
+# a cache that raises (then your test may raise as well).
 #
 # After a kernel restart, run the cells above first (Run → Run All Above Selected Cell).
 
@@ -152,10 +152,11 @@ class PagedKVCache(PagedKVCache):
         n_rep: int,
         scale: float | None = None,
     ) -> torch.Tensor:
-        """Write k and v as append does, then attend with q [1, n_q, query_len, head_dim].
+        """Write k and v as append does, then compute attention of q [1, n_q, query_len, head_dim].
 
-        K and V stay in the pool: the backend reads them through the slot mapping. Returns the
-        attention, [1, n_q, query_len, head_dim]. Raises what append raises.
+        K and V stay in the pool: the backend reads them through the slot mapping. Returns
+        [1, n_q, query_len, head_dim]. n_rep and scale as for paged_attention_reference. Raises the
+        errors of append and of paged_attention_dispatch.
         """
         slots = self._write(layer, k, v)
         return paged_attention_dispatch(
@@ -164,14 +165,13 @@ class PagedKVCache(PagedKVCache):
 
 
 # %% [markdown]
-# The same six arguments, in the same order, to a function with the same contract. That was the point of
-# Day 18: when the target is frozen, whatever meets it can take its place.
+# The same six arguments, in the same order, to a function with the same contract. That was the purpose of
+# Day 18: any function that meets a fixed contract can take the place of another.
 #
 # ## Prove it: the wiring
 #
-# First your kind of test, then a second one that looks at numbers. It catches the very arguments that the
-# cache hands over and puts them through both, the dispatched read and the oracle, in a pool where every
-# slot outside the history is NaN.
+# First the wiring test, then a test of numbers. It takes the arguments that the cache passes, and computes
+# attention with both, the dispatcher and the oracle, in a pool where every slot of other sequences is NaN.
 
 # %%
 from nanoserve import load_model
@@ -214,35 +214,34 @@ for name, held, seq in (("decode", 70, 1), ("prefill", 0, 33), ("continuation", 
     arguments = q, cache.pool.k[3], cache.pool.v[3], slots, config.n_rep
     ours, oracle = paged_attention_dispatch(*arguments), paged_attention_reference(*arguments)
     close = torch.allclose(ours, oracle, atol=ATOL, rtol=RTOL)
-    print(f"{name:13} within the read's tolerance of the oracle: {close}")
+    print(f"{name:13} within attention's tolerance of the oracle: {close}")
     assert close
 
 # %% [markdown]
 # ## What the tests must say now
 #
-# Four tests in `tests/test_cache.py` are stated anew today: three reads, and the logits of a model. The
-# last row is not:
+# Four tests in `tests/test_cache.py` get another bound today: three of attention, and one of a model's logits. The
+# last row stays:
 #
 # | test | until today | from today |
 # | --- | --- | --- |
-# | decode, prefill, continuation: the fused read against contiguous attention | `torch.equal` | `allclose` at `ATOL`, `RTOL` |
+# | decode, prefill, continuation: paged attention against contiguous attention | `torch.equal` | `allclose` at `ATOL`, `RTOL` |
 # | a tiny random model's paged logits against the naive ones | within 1e-6 | within 1e-5 |
 # | scatter and gather: what was written comes back | `torch.equal` | `torch.equal` |
 #
-# The tolerance of the three reads is not a number that somebody liked. It is the read's own, **borrowed**
-# from `kernels/reference.py`, where the approximation is defined and the kernel was graded. For logits
-# nobody has defined one, since layers and a head come after the read. That bound is **chosen**: ten times
-# the old one, for a tiny model whose logits are small. And see what stays exact: moving numbers about
-# loses nothing, so where numbers are only moved, equality is still asked for.
+# The tolerance of the first three tests is **borrowed** from `kernels/reference.py`, the file that defines how far a
+# backend may differ. For logits no file defines a tolerance, since layers and a head come after attention. That bound is
+# **chosen**: ten times the old bound, for a tiny model whose logits are small. And the last row stays exact: moving
+# numbers loses nothing, so where numbers are only moved, the tests still ask for equality.
 #
-# Was it paging, then, that was byte-identical all these days? No. Put the oracle back behind the very
+# Was paging byte-identical, then, all these days? No. Put the oracle back behind the
 # same cache:
 
 
 # %%
 def against_contiguous(backend):
-    """The fused read and sdpa over the same history, in all layers and steps: (equal in every bit,
-    within the read's tolerance), and whether scatter and gather gave back every bit."""
+    """Paged attention and sdpa over the same tokens, in all layers and steps: (equal in every bit,
+    within attention's tolerance), and whether scatter and gather gave back every bit."""
     from nanoserve.layers import sdpa
 
     cache, strip = scattered(0), NaiveKVCache(config)
@@ -264,19 +263,19 @@ def against_contiguous(backend):
 
 for backend in ("reference", "tlsim"):
     equal, close, moved = against_contiguous(backend)
-    print(f"{backend:10} close: {close}; equal in every bit: the read {equal}, the gather {moved}")
+    print(f"{backend:10} close: {close}; equal in every bit: attention {equal}, the gather {moved}")
     assert close and moved
     assert equal or backend != "reference"
 
 # %% [markdown]
-# The identity belonged to the oracle. Paging only ever moved keys and values from one place to another,
-# and does so still.
+# The identity was a property of the oracle. Paging moves keys and values from one place to another, and loses
+# nothing by it.
 #
 # ## Predict the deviation
 #
-# How far do the kernel's roundings carry? Take a model of two layers (SmolLM2's first two, with its own
+# How large is the effect of the kernel's rounding on the logits? Take a model of two layers (SmolLM2's first two, with its own
 # norm and head), read a text by steps through the naive cache and through the paged one, and compare the
-# logits. The read itself is off by about 1e-7 per number. Two layers, a norm and a head with 576 inputs
+# logits. Attention itself is off by about 1e-7 per number. Two layers, a norm and a head with 576 inputs
 # come after it. What is the largest difference of the logits?
 
 # %%
@@ -316,7 +315,8 @@ apart = (paged - naive).abs().amax(dim=1)  # [seq]
 size = naive.abs().max()
 print(f"largest logit {size:.0f}, largest deviation {apart.max():.1e}")
 print(f"order of magnitude: 1e{math.floor(math.log10(apart.max()))}")
-print("your guess:", today.guess("deviation"))
+if (guess := today.guess("deviation")) is not None:
+    print("your guess:", guess)
 assert 1e-8 < apart.max() < 1e-5 * size
 
 at_once = in_steps(two_layers, NaiveKVCache(two_layers.config), [sum(steps)])
@@ -330,13 +330,13 @@ assert itself < 1e-5 * size
 # largest logit.
 
 # %% jupyter={"source_hidden": true}
-# Draws the plot: Two layers: the kernel's read against the strip's
+# Draws the plot: Two layers: the kernel's attention against the contiguous cache's
 from nanoserve.course.plots import COLOURS, figure, prediction_marker
 
 fig, ax = figure(
     xlabel="position in the text",
     ylabel="largest difference of its logits",
-    title="Two layers: the kernel's read against the strip's",
+    title="Two layers: the kernel's attention against the contiguous cache's",
 )
 ax.semilogy(apart, "o", color=COLOURS["tlsim"], markersize=4)
 limit = 1e-5 * float(size)
@@ -348,14 +348,14 @@ ax.set(ylim=(1e-7, 30 * limit))
 fig
 
 # %% [markdown]
-# Position 0 has no dot: with one key there is nothing to add, the difference is 0, and a logarithmic axis
-# has no place for it. After it the deviation does not grow along the text: every position's error is made
-# anew by its own sums, and nothing feeds it back. (What does feed back is a token: should a roundoff ever
-# tip the choice between two equally likely ones, the texts part there. Greedy tokens are compared below
-# for that reason.)
+# A position whose difference is 0 has no dot on a logarithmic axis. Position 0 is one if its single key leaves
+# nothing to add in another order. After it, look whether the dots of your run rise along the text. Each position's
+# error comes from its own sums, and no later position adds to it. (A token does feed back: if a rounding error ever
+# changes the choice between two nearly equal tokens, the texts differ from there on. For that reason greedy tokens
+# are compared below.)
 #
-# What the plot does not show: other roundings of the same size. Cut the text into other steps, and the
-# *naive* path moves about as far from itself (the last line above the plot). The kernel is one more
+# The plot does not show other roundings of the same size. Cut the text into other steps, and the
+# *naive* path differs from itself too: compare the last line above the plot with the first. The kernel is one more
 # order of adding.
 #
 # ## Prove it: the tokens
@@ -375,14 +375,13 @@ with use_backend("tlsim"):
     print("read by:", select_backend("cpu"))
 
 # %% [markdown]
-# On a laptop this engine is slower today than it was yesterday, and that is no oversight: tlsim is a model
-# of a card, run by a processor that is none. What it gives is that the kernel in your engine and the
-# kernel on a card are the same lines. Tomorrow both are timed.
+# On a CPU the kernel runs under tlsim, which simulates a GPU and is not fast. Its use is another: the kernel in your
+# engine and the kernel on a GPU are the same lines. Tomorrow you time both.
 #
 # ## With your own code
 #
-# If you wrote your own kernel on Day 22, it is what attends now, in all layers, for every token. So are
-# all other answers you have saved.
+# If you wrote your own kernel on Day 22, it now computes attention, in all layers, for every token. `mine` also uses
+# all other answers that you have saved, and prints how often each was called.
 
 # %%
 with today.mine(everything=True):
@@ -393,20 +392,20 @@ assert answer.text.startswith(" Paris")
 # %% [markdown]
 # ## What you learned
 #
-# 1. **Byte-identity was the oracle's property, not paging's.** Know whose promise you rely on, and you know
-#    when it ends.
+# 1. **Byte-identity was the oracle's property, not paging's.** A promise ends where the part that gave it is
+#    replaced.
 # 2. **A tolerance is borrowed from where the approximation is defined.** Where none is defined, as for
 #    logits, a bound has to be chosen, and the test should say so.
-# 3. **A dispatcher makes the fallback the default, and the kernel prove its preconditions.** What runs
-#    anywhere runs first; what is fast has to show that it can.
+# 3. **A dispatcher makes the fallback the default.** The fast backend is chosen only where its preconditions
+#    hold.
 #
 # ## Tomorrow
 #
 # The engine runs the kernel. How fast, end to end, with the real slot mapping, on this machine and on a
-# card? Day 26 times the path you run.
+# GPU? Day 26 times the code path that the engine runs.
 #
-# **In one paragraph.** We moved one line: the cache's read goes to a dispatcher, which takes the kernel
-# compiled on a card and simulated anywhere else. A spy shows that it is asked once, with the layer's own
-# pools and the whole mapping, and that its answer goes straight back; the oracle, no longer on the path,
-# grades both. Three tests that said "equal" now say "close", at the read's own tolerance, since the
-# equality had been the oracle's all along. Scatter and gather are still exact, and the tokens are the same.
+# **In one paragraph.** We moved one line: the cache's method now calls a dispatcher, which runs the kernel
+# compiled on a GPU and simulated elsewhere. A spy shows that the cache calls it once, with the layer's own
+# pools and the whole mapping, and returns its result untouched. The oracle, which the engine no longer calls, checks
+# both. Three tests of equality now ask for closeness, within attention's tolerance, since the equality was a property
+# of the oracle's sum. Scatter and gather are still exact, and the tokens are the same.

@@ -22,12 +22,14 @@ def _bits(count, bits):
     return count * bits
 
 
-@wrong("This rounds down, so the last numbers have no room: a byte that is begun is a whole one.")
+@wrong(
+    "This rounds down, and the last bits get no byte. A byte that is begun counts as a whole one."
+)
 def _floor(count, bits):
     return count * bits // 8
 
 
-@wrong("This rounds to the nearest byte. A byte that is begun is a whole one: round up.")
+@wrong("This rounds to the nearest byte. A byte that is begun counts as a whole one: round up.")
 def _nearest(count, bits):
     return round(count * bits / 8)
 
@@ -47,7 +49,7 @@ def _one_more(count, bits):
     return count * bits // 8 + 1
 
 
-@wrong("No numbers take no bytes: there is no least size of one byte.")
+@wrong("The smallest result is 1 here, but no numbers take 0 bytes.")
 def _at_least_one(count, bits):
     return max(1, (count * bits + 7) // 8)
 

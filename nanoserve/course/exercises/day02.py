@@ -106,7 +106,7 @@ def _by_beginning(name):
     return name
 
 
-@wrong("An unknown name gives None, and so would be lost without a word: give it back unchanged.")
+@wrong("An unknown name gives None, so the tensor would be lost silently: return it unchanged.")
 def _none_for_unknown(name):
     ours = hf_name(name)
     return None if ours == name else ours
@@ -217,7 +217,7 @@ def _centred(blocks):
     return scale * (numbers.float() - 8) + minimum
 
 
-@wrong("Scale and minimum have changed places: the scale is in bytes 0-1, the minimum in 2-3.")
+@wrong("Scale and minimum are swapped: the scale is in bytes 0-1, the minimum in bytes 2-3.")
 def _swapped(blocks):
     scale, minimum, numbers = _parts(blocks)
     return minimum * numbers + scale
@@ -332,14 +332,14 @@ _ROW_HINTS = {
 
 
 @wrong(
-    "This goes the other way: it brings the rows of a pair side by side. They are so in the file, "
-    "and have to come apart."
+    "This is the opposite order: it puts the rows of a pair side by side. They are side by side in "
+    "the file, and must be half a head apart."
 )
 def _forward(weight, n_heads):
     return weight.unflatten(0, (n_heads, 2, -1)).transpose(1, 2).flatten(0, 2)
 
 
-@wrong("The whole matrix is treated as one head, so rows wander from one head into another.")
+@wrong("The whole matrix is treated as one head, so rows move from one head into another.")
 def _one_head(weight, n_heads):
     return weight.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1)
 

@@ -354,8 +354,8 @@ class _AllOrNothing(_Holding):
 
 
 @wrong(
-    "Bytes that no later byte can complete are held for ever, and all that follows waits behind "
-    "them: show � for them at once."
+    "Bytes that no later byte can complete are held for ever, and so is all text after them: show "
+    "� for them at once."
 )
 class _HeldForEver(_Holding):
     def add(self, token_id):
@@ -382,7 +382,9 @@ class _MarkPerByte(_Right):
         return "\ufffd" * len(self.decoder.getstate()[0])
 
 
-@wrong("It waits for a space. A word without one after it is ready too, and much text has none.")
+@wrong(
+    "It waits for a space. Complete characters are shown at once, and some scripts have no spaces."
+)
 class _UntilSpace(_Right):
     def add(self, token_id):
         self.shown += super().add(token_id)
@@ -393,7 +395,9 @@ class _UntilSpace(_Right):
         return self.shown + super().finish()
 
 
-@wrong("It holds back the last character, complete or not, and so runs one character late.")
+@wrong(
+    "It always holds back the last character, also a complete one, and so is one character late."
+)
 class _OneLate(_Right):
     def add(self, token_id):
         text = self.shown + super().add(token_id)
@@ -428,9 +432,7 @@ class _SpecialShown(_Right):
         return b"" if outside else self.tokenizer.token_bytes(token_id)
 
 
-@wrong(
-    "A special token ends nothing: bytes held before it wait on for the ones that come after it."
-)
+@wrong("A special token gives an empty piece. Bytes held before it stay held for the next tokens.")
 class _SpecialFlushes(_Right):
     def add(self, token_id):
         if token_id < self.tokenizer.vocab_size and self.tokenizer.is_special(token_id):
@@ -502,7 +504,7 @@ DETOKENIZER = Exercise(
             "Tell two cases apart: more bytes could complete it (hold), or none can (show � now). "
             "The error's `.reason` is 'unexpected end of data' in the first.",
             "The incremental decoder with errors='replace' does just this. Do not look for � in "
-            "the text: it may have been meant.",
+            "the text: the text itself may contain it.",
         ),
         "prompt": (
             "A character can begin in the prompt and end in the answer.",

@@ -113,12 +113,14 @@ def _sum(x, weight, eps):
     return _scaled(x.float(), weight, eps, x.float().square().sum(-1, keepdim=True)).to(x.dtype)
 
 
-@wrong("One mean is taken over everything, so that tokens change each other. Each has its own.")
+@wrong("One mean is taken over everything. Each token has a mean of its own.")
 def _over_all(x, weight, eps):
     return _scaled(x.float(), weight, eps, x.float().square().mean()).to(x.dtype)
 
 
-@wrong("The mean goes over the tokens of the text. It goes over the numbers of one token: axis -1.")
+@wrong(
+    "The mean is taken over the tokens of the text. Take it over the numbers of a token: axis -1."
+)
 def _over_tokens(x, weight, eps):
     mean = x.float().square().mean(-2, keepdim=True)
     return _scaled(x.float(), weight, eps, mean).to(x.dtype)
@@ -150,7 +152,7 @@ def _in_half(x, weight, eps):
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
 
 
-@wrong("The result stays in float32. Whoever hands in float16 gets float16 back.")
+@wrong("The result stays in float32. For float16 in, float16 must come out.")
 def _stays_wide(x, weight, eps):
     return rms_norm(x.float(), weight.float(), eps)
 
@@ -528,23 +530,23 @@ REVIEW = (
     (
         "You have no oracle, and your engine writes good English. What do you know?",
         "Nearly nothing. A rotation the wrong way, q and k in another order, or another activation "
-        "all write English. Only a comparison with something independent tells (Day 1).",
+        "all write English. Only a comparison with something independent shows it (Day 1).",
     ),
     (
         "Without a cache, why does a token after 512 tokens cost so much more than one after 32?",
-        "Because the whole text goes through the model again for each new token: sixteen times "
-        "the positions, and a little more for the pairs that attention makes (Day 1).",
+        "The whole text goes through the model again for each new token: sixteen times the "
+        "positions, and a little more for the pairs of attention (Day 1).",
     ),
     (
-        "At 16 tokens of text the clock shows far more than the count of operations predicts. "
-        "Where does the time go?",
-        "Into fetching the weights: all 134.5 million are read from memory, however few positions "
-        "they are used on (Day 1).",
+        "Suppose that a short text takes more time than the count of operations predicts. Where "
+        "does the time go?",
+        "Mostly into reading the weights: all 134.5 million are read from memory, however few "
+        "positions there are (Day 1).",
     ),
     (
         "Two of a checkpoint's weights need their rows put back in order. Which, and why did "
         "nothing complain when it was forgotten?",
-        "q and k, which GGUF keeps for neighbouring RoPE pairs. Name and shape stay right, so "
+        "q and k: GGUF stores the rows of a RoPE pair side by side. Name and shape stay right, so "
         "every product still works; only a comparison of the values shows it (Days 2 and 4).",
     ),
     (
@@ -555,18 +557,18 @@ REVIEW = (
     (
         "A user types <|im_end|>. What does the tokenizer make of it, alone and in a chat?",
         "Alone, `encode` makes plain characters of it. In a chat the template puts the user's "
-        "words into one string, and all of that is parsed: the message ends there. A service for "
-        "strangers has to strip such marks first (Day 3).",
+        "words into one string, and all of that is parsed: the message ends there. A public "
+        "service has to strip such marks first (Day 3).",
     ),
     (
         "A query stands at position 9 and a key at 6; in another text they stand at 509 and 506. "
-        "What can attention tell of the difference?",
-        "Nothing: both are three apart, and the product of a turned query and a turned key depends "
+        "Does attention see a difference?",
+        "No: both are three apart, and the product of a turned query and a turned key depends "
         "on the distance alone (Day 4).",
     ),
     (
         "The model runs in bfloat16. Which part of RoPE must not, and what happens if it does?",
-        "Positions and angles. Above 8,192 a bfloat16 counts in steps of 64, so 64 neighbours in a "
-        "row would stand at one place (Day 4).",
+        "Positions and angles. Above 8,192 a bfloat16 counts in steps of 64, so 64 neighbours "
+        "would stand at one position (Day 4).",
     ),
 )

@@ -48,7 +48,7 @@ _HINTS = {
         "`F.silu(F.linear(x, gate))`, or `z * torch.sigmoid(z)` with z = F.linear(x, gate).",
     ),
     "formula": (
-        "By hand: gate x = (1, -2, 0) and up x = (2, 2, 3). Which of the two is bent?",
+        "By hand: gate x = (1, -2, 0) and up x = (2, 2, 3). Which of the two goes through silu?",
         "silu(z) = z * sigmoid(z) makes (0.7311, -0.2384, 0) of the first; multiplied number by "
         "number with the second, that is (1.4621, -0.4768, 0).",
         "`F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)`",
@@ -72,7 +72,7 @@ _HINTS = {
 }
 
 
-@wrong("Gate and up have changed places: silu bends gate x, and up x stays as it is.")
+@wrong("Gate and up are swapped: silu is applied to gate x, and up x stays as it is.")
 def _swapped(x, gate, up, down):
     return swiglu(x, up, gate, down)
 
@@ -97,17 +97,17 @@ def _sum(x, gate, up, down):
     return F.linear(F.silu(F.linear(x, gate)) + F.linear(x, up), down)
 
 
-@wrong("silu is taken of the product. It bends the gate alone, before the two are multiplied.")
+@wrong("silu is taken of the product. Apply it to gate x alone, before the two are multiplied.")
 def _silu_of_product(x, gate, up, down):
     return F.linear(F.silu(F.linear(x, gate) * F.linear(x, up)), down)
 
 
-@wrong("Both halves are bent. silu belongs to the gate; up x stays a straight product.")
+@wrong("silu is applied to both halves. It belongs to gate x; up x stays as it is.")
 def _both_bent(x, gate, up, down):
     return F.linear(F.silu(F.linear(x, gate)) * F.silu(F.linear(x, up)), down)
 
 
-@wrong("Nothing is bent: silu is missing, and gate x multiplies as it is.")
+@wrong("silu is missing: gate x is multiplied as it is.")
 def _no_silu(x, gate, up, down):
     return F.linear(F.linear(x, gate) * F.linear(x, up), down)
 
@@ -132,7 +132,7 @@ def _all_turned(x, gate, up, down):
     return (F.silu(x @ gate) * (x @ up)) @ down
 
 
-@wrong("The middle is never brought back to the hidden size: down is missing.")
+@wrong("down is missing: the result must come back to the hidden size.")
 def _no_down(x, gate, up, down):
     return F.silu(F.linear(x, gate)) * F.linear(x, up)
 

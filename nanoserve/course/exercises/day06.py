@@ -1,4 +1,4 @@
-"""Day 6: who reads whom, who may not look ahead, and attention itself."""
+"""Day 6: which query head reads which KV head, the causal mask, and attention itself."""
 
 import torch
 
@@ -181,7 +181,7 @@ def _wrong_heads(q, k, v, scale=None):
     return _sdpa(q, k, v, scale, kv_head=lambda h, n_rep, n_kv: h % n_kv)
 
 
-@wrong("All query heads read KV head 0: the other keys and values are never looked at.")
+@wrong("All query heads read KV head 0, and the other KV heads are not used.")
 def _first_head(q, k, v, scale=None):
     return _sdpa(q, k, v, scale, kv_head=lambda h, n_rep, n_kv: 0)
 
@@ -241,7 +241,9 @@ def _late_mask(q, k, v, scale=None):
     return _sdpa(q, k, v, scale, mask_late=True)
 
 
-@wrong("The softmax runs over the queries. Each query shares itself out over the keys: dim=-1.")
+@wrong(
+    "The softmax runs over the queries. The weights of a query over the keys add up to 1: dim=-1."
+)
 def _wrong_axis(q, k, v, scale=None):
     return _sdpa(q, k, v, scale, axis=-2)
 
@@ -267,12 +269,12 @@ def _hides_diagonal(q, k, v, scale=None):
     return _sdpa(q, k, v, scale, first_hidden=k.shape[2] - q.shape[2])
 
 
-@wrong("The result is float32 whatever came in. It has the dtype of q; only the softmax is wider.")
+@wrong("The result is always float32. It must have the dtype of q; only the softmax is wider.")
 def _stays_wide(q, k, v, scale=None):
     return _sdpa(q.float(), k.float(), v.float(), scale)
 
 
-@wrong("The groups are left standing: flatten n_kv and n_rep back into one axis of n_q heads.")
+@wrong("The groups are still separate: flatten n_kv and n_rep into one axis of n_q heads.")
 def _grouped(q, k, v, scale=None):
     return _sdpa(q, k, v, scale).unflatten(1, (k.shape[1], -1))
 
@@ -315,7 +317,7 @@ EXERCISES = (
         hints={
             "order": (
                 "Write down for n_q = 6 and n_kv = 2 which KV head each of the query heads 0 to 5 "
-                "reads. Who stands next to whom?",
+                "reads. Which heads are neighbours?",
                 "The heads of a group are neighbours, so nothing has to be moved: axis 1 is cut "
                 "into n_kv runs of n_rep heads.",
                 "q.unflatten(1, (n_kv, n_rep)), with n_rep = q.shape[1] // n_kv.",
@@ -420,7 +422,7 @@ def _pattern(weights: torch.Tensor, words: list[str]):
     def draw(layer: int, head: int):
         title = f"layer {layer}, query head {head}, KV head {head // 3}"
         fig, ax = figure(width=6.2, height=5.4, title=title)
-        ax.set(xlabel="key: who is looked at", ylabel="query: who looks")
+        ax.set(xlabel="key", ylabel="query")
         draw_pattern(ax, weights[layer, head], words)
         to_first = float(weights[layer, head, 1:, 0].mean())
         ax.text(

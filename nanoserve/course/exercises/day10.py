@@ -347,7 +347,8 @@ def _removed(answer: Callable, logits: torch.Tensor, top_p: float) -> str:
 
 def _top_p_cases() -> list[Case]:
     three = torch.tensor([0.41, 0.5, 0.09]).log()
-    long_tail = torch.linspace(0.0, -18.0, 3_000)  # in float32 the sum is 1 before its end
+    # In float32 the sum reaches 1 before the end of most rows; how early depends on the machine.
+    long_tail = torch.linspace(0.0, -1.0, 3_000) * torch.arange(13.0, 21.0)[:, None]
     return [
         Case("0.41, 0.5 and 0.09 at 0.9: which stay", (three, 0.9), kind="line", call=_kept),
         Case("six logits at 0.8", (SIX, 0.8), kind="order"),
@@ -358,7 +359,8 @@ def _top_p_cases() -> list[Case]:
         Case("eight equal tokens at 0.5: how many stay", (torch.zeros(8), 0.5), kind="line",
              call=_how_many),
         Case("top_p = 0 keeps the best", (SIX, 0.0), kind="edges"),
-        Case("top_p = 1 keeps all of 3,000 tokens", (long_tail, 1.0), kind="one", call=_removed),
+        Case("top_p = 1 keeps all, 8 rows of 3,000 tokens", (long_tail, 1.0), kind="one",
+             call=_removed),
     ]  # fmt: skip
 
 
@@ -521,7 +523,8 @@ EXERCISES = (
                 "one that was kept.",
             ),
             "one": (
-                "Print the sum of the first 2,000 sorted probabilities of this case. What is it?",
+                "Take torch.linspace(0, -18, 3_000) as logits and print the running sum of their "
+                "softmax. Where does it reach 1?",
                 "float32 has about 7 digits, so small probabilities no longer change a sum near 1. "
                 "The sum reaches 1 before the end.",
                 "if top_p == 1: return logits",

@@ -257,7 +257,8 @@ def _gather_cases() -> list[Case]:
         case("13 positions by tiles of 4, 2 heads: the tail", "tail", 4, 13, 2, 8),
         case("10 positions by tiles of 4, the buffers longer: the rest untouched", "tail",
              4, 10, 1, 8, room=4),
-        case("heads of 6 numbers, by blocks of 8", "padded", 4, 8, 2, 6),
+        case("heads of 6 numbers, by blocks of 8", "padded", 4, 8, 2, 6,
+             [20, 21, 22, 23, 28, 29, 30, 31]),  # the pool's last slot too
         case("a pool that holds two layers side by side", "strides", 4, 8, 2, 8, layers=2),
         case("an output with room between its rows: 2 positions, 2 heads", "into", 2, 2, 2, 8,
              apart=2),

@@ -106,7 +106,7 @@ def moved_pointers(
     lane, dim = tl.arange(0, TILE), tl.arange(0, BLOCK_D)
     left = kv_len - first
     slot = tl.load(slot_ptr + first + lane, lane < left, 0)
-    mask = tl.where(lane < left, 1, 0)[:, None] * tl.where(dim < HEAD_DIM, 1, 0)[None, :] > 0
+    mask = (lane[:, None] < left) & (dim[None, :] < HEAD_DIM)
     block = tl.load(pool_ptr + slot[:, None] * pool_slot + dim[None, :], mask, 0.0)
     tl.store(out_ptr + lane[:, None] * out_row + dim[None, :], block, mask)
 
