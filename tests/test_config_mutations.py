@@ -111,7 +111,7 @@ def valid(draw: st.DrawFn) -> dict:
         eos_token_id=[None, 0, [2, 96]],
         bos_token_id=[None],
         quantization_config=[None],
-        partial_rotary_factor=[None, 1.0],
+        partial_rotary_factor=[1.0],  # null beside llama3 is a TypeError in transformers 5.0
         torch_dtype=["bfloat16"],
         unknown=[{"a": [1, None]}],
     )
