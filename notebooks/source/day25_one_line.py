@@ -152,10 +152,11 @@ class PagedKVCache(PagedKVCache):
         n_rep: int,
         scale: float | None = None,
     ) -> torch.Tensor:
-        """Write k and v as append does, then attend with q [1, n_q, query_len, head_dim].
+        """Write k and v as append does, then compute attention of q [1, n_q, query_len, head_dim].
 
-        K and V stay in the pool: the backend reads them through the slot mapping. Returns the
-        attention, [1, n_q, query_len, head_dim]. Raises what append raises.
+        K and V stay in the pool: the backend reads them through the slot mapping. Returns
+        [1, n_q, query_len, head_dim]. n_rep and scale as for paged_attention_reference. Raises the
+        errors of append and of paged_attention_dispatch.
         """
         slots = self._write(layer, k, v)
         return paged_attention_dispatch(
