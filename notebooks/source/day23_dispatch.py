@@ -559,10 +559,10 @@ for name in ("cuda", "triton"):
 
 
 # %%
-def on_a(card, capability, installed=True):
-    """What select_backend answers on a card that is not there, and the warnings it gives."""
+def on_a(gpu, capability, installed=True):
+    """The result of select_backend for a simulated GPU, and its warnings."""
     with (
-        patch("torch.cuda.get_device_name", lambda _: card),
+        patch("torch.cuda.get_device_name", lambda _: gpu),
         patch("torch.cuda.get_device_capability", lambda _: capability),
         patch("__main__.has_triton", lambda: installed),
         patch("__main__.paged_attention_kernel", object()),  # as without TRITON_INTERPRET=1
