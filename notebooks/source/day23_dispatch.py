@@ -574,8 +574,8 @@ def on_a(gpu, capability, installed=True):
         return answers.pop(), [str(warning.message) for warning in told]
 
 
-for card, capability in (("B200", (10, 0)), ("H200", (9, 0)), ("T4", (7, 5)), ("V100", (7, 0))):
-    print(card, *on_a(card, capability))
+for gpu, capability in (("B200", (10, 0)), ("H200", (9, 0)), ("T4", (7, 5)), ("V100", (7, 0))):
+    print(gpu, *on_a(gpu, capability))
 print("H200", *on_a("H200", (9, 0), installed=False))
 
 # %% [markdown]
