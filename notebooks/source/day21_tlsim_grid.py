@@ -391,7 +391,7 @@ memory = KVPool(model.config, num_blocks=12, poison=True)
 mine, neighbour = PagedKVCache(memory), []
 with torch.no_grad():
     for start in range(0, len(ids), 7):
-        neighbour.append(memory.allocator.allocate())  # somebody else takes blocks in between
+        neighbour.append(memory.allocator.allocate())  # another sequence takes blocks in between
         model(torch.tensor([ids[start : start + 7]]), mine)
 
 # %%
@@ -1491,7 +1491,7 @@ fig, (left, right) = figure(
     panels=2, height=4.2, xlabel="lanes side by side in a row", title="The same 16 KiB, by tiles"
 )
 left.set(ylabel="stretches of memory")
-right.set(ylabel="KiB that a card fetches")
+right.set(ylabel="KiB that a GPU fetches")
 backwards = range(len(widths) - 1, -1, -1)
 for ax, column in ((left, 0), (right, 1)):
     line(
