@@ -46,7 +46,7 @@ ROPES |= st.builds(
     st.sampled_from(sorted(LLAMA3)),
 )
 
-# Every field that the engine reads, with values that are right, that another family uses, or wrong.
+# Every field that the engine reads, with right values, values of another family, and wrong values.
 FIELDS: dict[str, st.SearchStrategy] = {
     "model_type": st.sampled_from([*FAMILIES, "gemma2", "Llama"]),
     "vocab_size": st.sampled_from([97, 3, 2, 1, 2**31]),
@@ -108,7 +108,7 @@ def mutated(draw: st.DrawFn) -> dict:
 
 def theirs(config: dict) -> Any:
     """transformers' model of a configuration, without memory for its weights."""
-    with tempfile.TemporaryDirectory() as folder:  # as a file: AutoConfig looks at its keys
+    with tempfile.TemporaryDirectory() as folder:  # as a file: AutoConfig reads its keys
         (Path(folder) / "config.json").write_text(json.dumps(config))
         built = transformers.AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
@@ -189,7 +189,7 @@ def valid(draw: st.DrawFn) -> dict:
     )
     if family in ("llama", "qwen3"):
         config |= some(attention_bias=[True, False])
-    else:  # no field of theirs: transformers ignores it
+    else:  # not a field of this family: transformers ignores it
         config |= some(attention_bias=[True, None])
     config |= some(mlp_bias=[False] if family == "llama" else [True, None])
     if family != "mistral":  # with the key, even if it is null, transformers reads a Ministral
@@ -250,7 +250,7 @@ def test_the_logits_of_an_accepted_configuration_are_those_of_transformers(
     model.tie_weights()
     save(model, folder)
     (folder / "generation_config.json").unlink()
-    (folder / "config.json").write_text(json.dumps(config))  # as it was spelled
+    (folder / "config.json").write_text(json.dumps(config))  # in its original spelling
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     )
@@ -261,7 +261,7 @@ def test_the_logits_of_an_accepted_configuration_are_those_of_transformers(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_field_left_out_has_the_value_that_transformers_gives_it(family):
-    """Except the token ids: where no file names an end token, there is none."""
+    """Except the token ids: if no file names an end token, the model has none."""
     shapes = SHAPES | {"num_attention_heads": 32, "hidden_size": 512, "head_dim": 16}
     config = shapes | {"model_type": family} | BASE[family]
     for key in ("num_key_value_heads", "rms_norm_eps", "tie_word_embeddings", "rope_theta"):

@@ -1,4 +1,4 @@
-"""Sampling: the masks are transformers', the draws follow the distribution, seeds repeat."""
+"""Sampling: masks equal transformers', draws follow the distribution, seeds repeat them."""
 
 import math
 from collections import Counter
@@ -47,7 +47,7 @@ def logits_of(values: st.SearchStrategy[float]) -> st.SearchStrategy[torch.Tenso
 
 
 def theirs(processor, logits: torch.Tensor, ids: torch.Tensor = NO_IDS) -> torch.Tensor:
-    """transformers' answer; it wants a batch and may write into it."""
+    """The result of transformers, which needs a batch and may write into it."""
     return processor(ids, logits.clone()[None])[0]
 
 
