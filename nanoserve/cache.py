@@ -5,11 +5,11 @@ import torch
 from nanoserve.config import ModelConfig
 from nanoserve.kernels.dispatch import paged_attention_dispatch
 
-BLOCK_SIZE = 16  # slots in a block: a small one wastes little, a large one keeps tables short
+BLOCK_SIZE = 16  # slots in a block: small blocks waste few slots, large blocks keep tables short
 
 
 class NaiveKVCache:
-    """The contiguous cache of one sequence; its memory doubles when it is full."""
+    """The contiguous KV cache of one sequence: `capacity` tokens at first, doubled when full."""
 
     def __init__(self, config: ModelConfig, capacity: int = 64) -> None:
         self.seq_len = 0
@@ -21,11 +21,11 @@ class NaiveKVCache:
     def append(
         self, layer: int, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write k, v [1, n_kv, query_len, head_dim] of one layer behind the tokens held before.
+        """Write k, v [1, n_kv, query_len, head_dim] of one layer after the tokens held so far.
 
         Returns views of all K and V of the layer, [1, n_kv, kv_len, head_dim]. The last layer
-        advances seq_len; a step that fails before it leaves seq_len unchanged. Raises ValueError
-        for a batch of more than one sequence.
+        advances seq_len, so a step that fails in an earlier layer leaves seq_len unchanged. Raises
+        ValueError for a batch of more than one sequence.
         """
         if k.shape[0] != 1:
             raise ValueError(f"a cache holds one sequence, got a batch of {k.shape[0]}")
@@ -52,7 +52,7 @@ class NaiveKVCache:
 
 
 class KVCacheExhausted(RuntimeError):
-    """The pool has too few free blocks. The call that raised this has changed nothing."""
+    """The pool has too few free blocks. The call that raises this error changes nothing."""
 
 
 class BlockAllocator:
@@ -62,7 +62,7 @@ class BlockAllocator:
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
-        """num_blocks blocks of block_size slots. Raises ValueError unless both are at least 1."""
+        """num_blocks free blocks of block_size slots. Raises ValueError if either is below 1."""
         for name, value in (("num_blocks", num_blocks), ("block_size", block_size)):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
@@ -81,9 +81,10 @@ class BlockAllocator:
         return self.allocate_for(1)[0]
 
     def allocate_for(self, num_tokens: int) -> list[int]:
-        """Take just enough blocks for num_tokens tokens and return their ids, in order.
+        """Take the fewest blocks that hold num_tokens tokens and return their ids, in order.
 
-        Raises KVCacheExhausted, and takes no block, where too few are free.
+        Raises KVCacheExhausted and takes no block if too few are free. Raises ValueError for a
+        negative num_tokens.
         """
         if num_tokens < 0:
             raise ValueError(f"num_tokens must be at least 0, got {num_tokens}")
@@ -98,14 +99,14 @@ class BlockAllocator:
         """Give a block back. Raises ValueError for a block that is free or not in the pool."""
         if block_id not in self._owned:
             known = isinstance(block_id, int) and 0 <= block_id < self.num_blocks
-            reason = "is free already" if known else f"is none of the pool's {self.num_blocks}"
+            reason = "is free already" if known else f"is not one of the pool's {self.num_blocks}"
             raise ValueError(f"block {block_id} {reason}")
         self._owned.remove(block_id)
         self._free.append(block_id)
 
 
 class BlockTable:
-    """The blocks of one sequence, in order: maps each position to its place in the pool."""
+    """The blocks of one sequence, in order of position: maps each position to its slot."""
 
     def __init__(self, allocator: BlockAllocator) -> None:
         self.blocks: list[int] = []
@@ -119,19 +120,19 @@ class BlockTable:
     def grow(self, num_tokens: int) -> None:
         """Take blocks until the table can hold num_tokens tokens in all.
 
-        Raises KVCacheExhausted, with the table unchanged, where too few blocks are free.
+        Raises KVCacheExhausted, and leaves the table unchanged, if too few blocks are free.
         """
         self.blocks += self._allocator.allocate_for(max(0, num_tokens - self.capacity))
 
     def locate(self, position: int) -> tuple[int, int]:
-        """(block id, offset in the block) of a position. Raises ValueError past the capacity."""
+        """Return (block id, offset in block) of a position. Raises ValueError past the capacity."""
         if not 0 <= position < self.capacity:
             raise ValueError(f"position {position} is outside the table's {self.capacity} slots")
         index, offset = divmod(position, self._allocator.block_size)
         return self.blocks[index], offset
 
     def slot(self, position: int) -> int:
-        """The physical slot of a position: block id * block_size + offset."""
+        """The slot of a position, block id * block_size + offset; raises ValueError as locate."""
         block, offset = self.locate(position)
         return block * self._allocator.block_size + offset
 
@@ -146,7 +147,7 @@ class KVPool:
     """The memory for keys and values of all layers, which many sequences share.
 
     k and v are [num_layers, num_slots, n_kv, head_dim]; slot s is offset s % block_size of block
-    s // block_size. With `poison`, free slots hold NaN, so that a read of one spoils the result.
+    s // block_size. With `poison`, free slots hold NaN, so that reading a free slot gives NaN.
     """
 
     def __init__(
@@ -168,16 +169,16 @@ class KVPool:
             self.allocator.free = self._free_poisoned
 
     def _free_poisoned(self, block_id: int) -> None:
-        """The allocator's free in a pool with poison: refuse a block that still has its content."""
+        """BlockAllocator.free in a pool with poison: refuse a block whose slots are not all NaN."""
         allocator = self.allocator
         if block_id in range(allocator.num_blocks):
             slots = slice(block_id * allocator.block_size, (block_id + 1) * allocator.block_size)
             if not (self.k[:, slots].isnan().all() and self.v[:, slots].isnan().all()):
-                raise ValueError(f"block {block_id} is not poisoned: give it back by release")
+                raise ValueError(f"block {block_id} is not poisoned: use KVPool.release")
         type(allocator).free(allocator, block_id)
 
     def release(self, table: BlockTable) -> None:
-        """Give a table's blocks back to the allocator; with `poison`, fill their slots with NaN."""
+        """Give a table's blocks back to the allocator; with `poison`, first write NaN to them."""
         size = self.allocator.block_size
         for block in table.blocks if self._poison else ():
             self.k[:, block * size : (block + 1) * size] = torch.nan
@@ -186,7 +187,7 @@ class KVPool:
 
 
 class PagedKVCache:
-    """The paged cache of one sequence: its block table, length and slot mapping in a pool."""
+    """The paged KV cache of one sequence: its length, and its block table and slots in a pool."""
 
     def __init__(self, pool: KVPool) -> None:
         self.seq_len = 0
@@ -203,11 +204,11 @@ class PagedKVCache:
     def append(
         self, layer: int, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write k, v [1, n_kv, query_len, head_dim] of one layer into their slots; gather all.
+        """Write k, v [1, n_kv, query_len, head_dim] of one layer to their slots; gather K and V.
 
         Returns contiguous copies of all K and V of the layer, [1, n_kv, kv_len, head_dim]. Raises
-        KVCacheExhausted where too few blocks are free, with nothing written and no block taken,
-        and ValueError for a batch of more than one sequence.
+        KVCacheExhausted if too few blocks are free; then nothing is written and no block is taken.
+        Raises ValueError for a batch of more than one sequence.
         """
         slots = self._write(layer, k, v)
         # [kv_len, n_kv, head_dim] -> [1, n_kv, kv_len, head_dim], as NaiveKVCache lays it out
@@ -225,10 +226,11 @@ class PagedKVCache:
         n_rep: int,
         scale: float | None = None,
     ) -> torch.Tensor:
-        """Write k and v as append does, then attend with q [1, n_q, query_len, head_dim].
+        """Write k and v as append does, then compute attention of q [1, n_q, query_len, head_dim].
 
-        K and V stay in the pool: the backend reads them through the slot mapping. Returns the
-        attention, [1, n_q, query_len, head_dim]. Raises what append raises.
+        K and V stay in the pool: the backend reads them through the slot mapping. Returns
+        [1, n_q, query_len, head_dim]. n_rep and scale as for paged_attention_reference. Raises the
+        errors of append and of paged_attention_dispatch.
         """
         slots = self._write(layer, k, v)
         return paged_attention_dispatch(
@@ -241,7 +243,7 @@ class PagedKVCache:
         self.seq_len = self._mapped = 0
 
     def _write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Write k and v into their slots; return the slots of all tokens so far: [kv_len].
+        """Write k and v to their slots; return the slots of all tokens so far: [kv_len].
 
         The last layer advances seq_len, so that all layers of a step use the same mapping.
         """

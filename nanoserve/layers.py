@@ -1,7 +1,7 @@
 """The parts of a decoder block, as plain functions of tensors.
 
 Shapes: batch, seq; n_q query heads, n_kv key and value heads, n_rep = n_q // n_kv; head_dim.
-A layer's weights are a dictionary whose keys are the checkpoint's names without "model.layers.3.".
+A layer's weights are a dictionary: the checkpoint's names, without the prefix "model.layers.3.".
 """
 
 import math
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from nanoserve.config import ModelConfig
 
-QUERY_TILE = 128  # queries in one product: enough to fill it, few enough to skip future keys
+QUERY_TILE = 128  # queries in one matrix product: enough for speed, few enough to skip future keys
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -36,17 +36,18 @@ def plain_frequencies(config: ModelConfig) -> torch.Tensor:
 
 
 def rope_frequencies(config: ModelConfig) -> torch.Tensor:
-    """The angle per position that the model uses: float32 [head_dim / 2].
+    """The angle per position that the model uses, in radians: float32 [head_dim / 2].
 
-    Without scaling, the plain frequencies. With Llama 3's scaling, pairs that turn often within the
-    original context keep their frequency, for pairs that hardly turn it is divided by `factor`, and
-    between the two it is blended.
+    Without scaling, these are the plain frequencies. Llama 3's scaling (transformers: rope_type
+    "llama3") counts a pair's turns within the original context. A pair with high_freq_factor turns
+    or more keeps its frequency. With low_freq_factor turns or fewer, the frequency is divided by
+    `factor`. Between the two limits, both frequencies are blended.
     """
     frequencies = plain_frequencies(config)
     scaling = config.rope_scaling
     if scaling is None:
         return frequencies
-    turns = scaling.original_context * frequencies / (2 * math.pi)  # over the original context
+    turns = scaling.original_context * frequencies / (2 * math.pi)  # within the original context
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     keep = ((turns - low) / (high - low)).clamp(0, 1)
     return keep * frequencies + (1 - keep) * frequencies / scaling.factor
@@ -55,7 +56,7 @@ def rope_frequencies(config: ModelConfig) -> torch.Tensor:
 def rope_tables(config: ModelConfig, length: int) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin of position times frequency: float32 [length, head_dim] for every model dtype.
 
-    bfloat16 would round positions: 15,962 to 15,936.
+    Not computed in bfloat16, which would round positions: 15,962 to 15,936.
     """
     positions = torch.arange(length, dtype=torch.float32)
     angles = torch.outer(positions, rope_frequencies(config))  # [length, head_dim / 2]
@@ -81,8 +82,8 @@ def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [..., in] times weight [out, in], plus bias [out] -> [..., out].
 
-    A single row, as in a decode step, goes to torch.mv: the same sum by a matrix-vector routine.
-    The exception is bfloat16 on a CPU with bfloat16 products, where F.linear is the faster one.
+    A single row, as in a decode step, is multiplied by torch.mv, a matrix-vector routine. For
+    bfloat16 on a CPU with bfloat16 products, F.linear is faster and is used instead.
     """
     if x.numel() > x.shape[-1] or (x.dtype == torch.bfloat16 and _bfloat16_products()):
         return F.linear(x, weight, bias)
@@ -92,11 +93,11 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 @cache
 def _bfloat16_products() -> bool:
-    """Whether this CPU multiplies bfloat16 without widening it first: avx512_bf16, or AMX.
+    """Whether this CPU has instructions for products of bfloat16: avx512_bf16 or AMX.
 
-    On such a CPU F.linear takes 0.6 to 0.9 of torch.mv's time for SmolLM2's shapes (torch 2.13;
-    13.0 against 22.6 ms for all products of a decode step). With oneDNN held to AVX2 it takes 1.0
-    to 1.15. In float32 and float16 the two take the same time.
+    On such a CPU, F.linear takes 0.6 to 0.9 times as long as torch.mv for SmolLM2's shapes (torch
+    2.13; 13.0 and 22.6 ms for all products of a decode step). With oneDNN limited to AVX2, the
+    ratio is 1.0 to 1.15. In float32 and float16, both take the same time.
     """
     supported = getattr(torch.cpu, "_is_avx512_bf16_supported", None)  # a CPU with AMX has it too
     return supported is not None and supported()
@@ -121,7 +122,7 @@ def sdpa(
     q [batch, n_q, query_len, head_dim]; k, v [batch, n_kv, kv_len, head_dim]; the queries are the
     last query_len of kv_len positions -> [batch, n_q, query_len, head_dim]. Query head h reads KV
     head h // n_rep; no head is copied. `scale` defaults to head_dim ** -0.5. A tile of queries
-    skips the keys that come after all of them. A single query is computed in float32 or wider.
+    skips the keys after its last query. A single query is computed in float32 or wider.
     """
     batch, n_q, query_len, head_dim = q.shape
     n_kv, kv_len = k.shape[1:3]
@@ -131,12 +132,12 @@ def sdpa(
         rows = q.to(wide).reshape(batch, n_kv, n_q // n_kv, head_dim) * scale
         weights = (rows @ k.to(wide).transpose(2, 3)).softmax(dim=-1)
         return (weights @ v.to(wide)).to(q.dtype).view(q.shape)
-    q = q * scale  # fewer numbers to scale than scores
+    q = q * scale  # q has fewer elements than the scores
     # the query heads of one KV head form a group
     q = q.reshape(batch * n_kv, n_q // n_kv, query_len, head_dim)
     k, v = k.flatten(0, 1), v.flatten(0, 1)  # [batch * n_kv, kv_len, head_dim]
     out = torch.empty_like(q)
-    # scores of one tile; every tile writes into the same memory, since fresh memory is slow
+    # scores of one tile; all tiles share this memory, because new memory for each tile is slow
     workspace = q.new_empty(batch * n_q * min(query_len, QUERY_TILE) * kv_len)
     for start in range(0, query_len, QUERY_TILE):
         tile = slice(start, min(start + QUERY_TILE, query_len))
@@ -151,7 +152,7 @@ def _attend(
     """Attention of one tile of queries: q [groups, n_rep, tile, head_dim], scaled already; k, v
     [groups, keys, head_dim] -> the shape of q.
 
-    The scores are written into `workspace`, at least groups * n_rep * tile * keys numbers.
+    The scores are written to `workspace`, which has at least groups * n_rep * tile * keys elements.
     """
     groups, n_rep, tile, _ = q.shape
     shape = (groups, n_rep * tile, k.shape[1])
@@ -165,15 +166,18 @@ def _attend(
 
 
 class Cache(Protocol):
-    """The interface that the model needs. A cache holds one sequence."""
+    """The interface of a cache of one sequence, as the model uses it.
+
+    A cache may also have paged_attention(layer, k, v, q, n_rep); gqa_attention then calls that.
+    """
 
     seq_len: int  # tokens held before this step: the position of the next token
 
     def append(
         self, layer: int, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store this step's k and v [1, n_kv, query_len, head_dim] of one layer; return all of the
-        layer's, [1, n_kv, kv_len, head_dim]. The last layer advances seq_len."""
+        """Store this step's k and v [1, n_kv, query_len, head_dim] of one layer. Return all keys
+        and values of the layer, [1, n_kv, kv_len, head_dim]. The last layer advances seq_len."""
         ...
 
 
@@ -186,11 +190,12 @@ def gqa_attention(
     cache: Cache | None = None,
     index: int = 0,
 ) -> torch.Tensor:
-    """Grouped-query attention (Ainslie et al. 2023): n_q query heads share n_kv keys and values.
+    """Grouped-query attention (Ainslie et al. 2023): n_q query heads share n_kv KV heads.
 
     x [batch, seq, hidden], cos and sin [seq, head_dim] of x's positions -> [batch, seq, hidden].
-    The cache stores this step's keys and values as those of layer `index`. Then the cache's own
-    paged_attention attends, where the cache has one, and else sdpa over all K and V it returns.
+    A cache stores this step's keys and values under layer `index`. If the cache has a method
+    paged_attention, that method computes attention; otherwise sdpa does, over the keys and values
+    that the cache returns. Without a cache, sdpa attends to this step's keys and values.
     """
     heads = _heads(_qkv(x, layer), config.n_q + 2 * config.n_kv)  # of q, then of k, then of v
     qk, v = heads.split([config.n_q + config.n_kv, config.n_kv], dim=1)

@@ -1,13 +1,13 @@
-"""PyTorch's threads on a busy machine: how long they wait, and whether that costs much here.
+"""PyTorch's threads on a busy machine: shorten their wait, and measure whether they help.
 
-On Linux, PyTorch's wheels bring libgomp, GNU's OpenMP. At the end of each parallel loop, a thread
-of libgomp spins for some milliseconds until the last one arrives. Where other programs use the
-cores, the spinning thread keeps its core from the thread that it waits for, and every matrix
-product takes several of the scheduler's time slices. A shorter spin gives the core back; the thread
-then sleeps until it is woken.
+On Linux, PyTorch's wheels contain libgomp, GNU's OpenMP. At the end of each parallel loop, every
+thread of libgomp spins (checks in a tight loop) for some milliseconds until the last thread
+arrives. If other programs use the cores, a spinning thread occupies the core that the last thread
+needs. Every matrix product then takes several time slices of the scheduler. With a shorter spin,
+the waiting thread goes to sleep and frees its core.
 
-libgomp reads its settings once, when torch loads it. So importing nanoserve sets a shorter spin for
-a process that has not imported torch before. A setting of the environment stays as it is.
+libgomp reads its settings once, when torch loads it. So `import nanoserve` sets a shorter spin; the
+setting has no effect if torch was imported before. A setting already in the environment is kept.
 """
 
 import os
@@ -15,7 +15,7 @@ import time
 from statistics import median
 
 SPINS = "10000"  # a fraction of a millisecond; libgomp's own default is 300,000
-SLOW = 2.0  # all threads take so many times as long as one: worth a word
+SLOW = 2.0  # describe_threads gives advice if all threads take this many times as long as one
 
 if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & set(os.environ):
     os.environ["GOMP_SPINCOUNT"] = SPINS
@@ -24,8 +24,8 @@ if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & set(os.environ):
 def measure_threads(seconds: float = 0.5) -> tuple[float, float]:
     """Median seconds of a small matrix product, with all of PyTorch's threads and with one.
 
-    The two take turns for about `seconds`, at least three times each. The product is of SmolLM2's
-    size for eight tokens. The number of threads is as before afterwards.
+    The two alternate for about `seconds`, at least three times each. The product has SmolLM2's
+    size for eight tokens. Restores the number of threads at the end.
     """
     import torch
 
@@ -46,7 +46,10 @@ def measure_threads(seconds: float = 0.5) -> tuple[float, float]:
 
 
 def describe_threads(count: int, all_threads: float, one_thread: float) -> str:
-    """The number of threads in one line, and what to do where they are slower than one thread."""
+    """The number of threads, with advice if `count` threads are much slower than one.
+
+    all_threads and one_thread are seconds, as measure_threads returns them.
+    """
     if count == 1 or all_threads < SLOW * one_thread:
         return str(count)
     return (
@@ -57,7 +60,7 @@ def describe_threads(count: int, all_threads: float, one_thread: float) -> str:
 
 
 def threads_here() -> str:
-    """describe_threads of this process; measures for half a second where there are several."""
+    """describe_threads for this process; measures for half a second if it has several threads."""
     import torch
 
     count = torch.get_num_threads()

@@ -150,7 +150,7 @@ def test_a_run_that_does_not_agree_is_named_and_not_recorded(monkeypatch, capsys
     with pytest.raises(SystemExit) as left:
         run_main(monkeypatch, rows, "--record", str(tmp_path))
     assert left.value.code == 1
-    assert capsys.readouterr().err == "compiled is 2.5e-01 off: prefill, float16\n"
+    assert capsys.readouterr().err == "compiled differs by 2.5e-01: prefill, float16\n"
     assert list(tmp_path.iterdir()) == []
 
 

@@ -71,7 +71,7 @@ def test_a_run_is_recorded_under_the_name_of_its_device(device, file, tmp_path):
 
 def test_outside_a_clone_there_is_no_folder_to_record_into(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="no folder notebooks/data here: record at the root"):
+    with pytest.raises(ValueError, match="no folder notebooks/data here: run this at the root"):
         save_run({"device": "CPU"}, "attention")
 
 

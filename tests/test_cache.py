@@ -186,7 +186,7 @@ def test_a_block_can_be_freed_once():
 def test_a_block_that_was_never_here_is_refused(block):
     allocator = BlockAllocator(5, 4)
     allocator.allocate_for(20)
-    with pytest.raises(ValueError, match=f"block {block} is none of the pool's 5"):
+    with pytest.raises(ValueError, match=f"block {block} is not one of the pool's 5"):
         allocator.free(block)
     assert allocator.num_free == 0
 
@@ -344,13 +344,13 @@ def test_a_pool_with_poison_takes_no_block_back_with_its_content(way):
     cache = PagedKVCache(pool)
     step(cache, *both_layers(6, seed=1))
     blocks, last = list(cache.table.blocks), cache.table.blocks[-1]
-    with pytest.raises(ValueError, match=f"block {last} is not poisoned: give it back by release"):
+    with pytest.raises(ValueError, match=f"block {last} is not poisoned: use KVPool.release"):
         cache.table.free() if way == "table" else pool.allocator.free(last)
     assert (cache.table.blocks, pool.allocator.num_free) == (blocks, 4)
     cache.free()
     assert pool.allocator.num_free == 6
     for block in (0, 6, -1, "0"):  # what the allocator itself refuses
-        with pytest.raises(ValueError, match=r"is free already|is none of the pool's"):
+        with pytest.raises(ValueError, match=r"is free already|is not one of the pool's"):
             pool.allocator.free(block)
 
 

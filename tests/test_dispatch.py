@@ -234,7 +234,7 @@ REFUSED = {  # the change of the arguments, and the texts that the error must co
     "float64": (
         {n: zeros(*s, dtype=torch.float64) for n, s in {
             "q": (1, 6, 1, 8), "k_pool": (79, 2, 8), "v_pool": (79, 2, 8)}.items()},
-        ("q is torch.float64, and must be float32, float16 or bfloat16",),
+        ("q must be float32, float16 or bfloat16, got torch.float64",),
     ),
     "k in another dtype": (
         {"k_pool": zeros(79, 2, 8, dtype=torch.float16)},

@@ -131,7 +131,7 @@ def wrong(kernel: tlsim.launch.Kernel, case: AttentionCase) -> bool:
     except AssertionError:
         return True
     except tlsim.KernelError as error:
-        return any(deed in str(error) for deed in ("s outside", "reads a NaN", "stores where"))
+        return any(deed in str(error) for deed in ("s outside", "loads a NaN", "stores where"))
     return False
 
 
@@ -152,8 +152,8 @@ def test_a_kernel_that_counts_slots_in_32_bits_is_caught(past_32_bits, tmp_path)
     ("fault", "says"),
     {
         "the tail read as if it were there": r"loads outside slot_ptr\[5\] of 5 elements",
-        "the slot without its stride": "reads a NaN, so a slot that nobody owns",
-        "the position for the slot": "reads a NaN, so a slot that nobody owns",
+        "the slot without its stride": "loads a NaN, so a slot without an owner",
+        "the position for the slot": "loads a NaN, so a slot without an owner",
         "all programs store to one place": "stores where another program has stored",
     }.items(),
 )

@@ -1,8 +1,8 @@
-"""One kernel source, several runtimes: how far each result lies from the oracle's.
+"""One kernel source, several runtimes: how far each result differs from the oracle's.
 
-python -m nanoserve.bench.agreement                     # tlsim, and compiled where a GPU is
+python -m nanoserve.bench.agreement                     # tlsim, and compiled on a GPU
 TRITON_INTERPRET=1 python -m nanoserve.bench.agreement  # tlsim and Triton's interpreter
-python -m nanoserve.bench.agreement --record [FOLDER]   # writes agreement_<device>.json too
+python -m nanoserve.bench.agreement --record [FOLDER]   # also writes agreement_<device>.json
 """
 
 import argparse
@@ -24,8 +24,8 @@ from nanoserve.kernels.dispatch import (
 )
 from nanoserve.kernels.reference import paged_attention_reference, tolerance
 
-Runtime = Callable[..., torch.Tensor]  # has paged_attention_reference's arguments and result
-BLOCK = 16  # tokens in a block of the drawn pools
+Runtime = Callable[..., torch.Tensor]  # arguments and result of paged_attention_reference
+BLOCK = 16  # tokens in a block of draw's pools
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ SHAPES = (
 class AgreementRow:
     """One runtime on one shape in one dtype.
 
-    `largest` is the largest absolute difference from the oracle. `used` is the largest fraction of
-    tolerance(dtype) that an element uses: a runtime agrees where it is at most 1.
+    `largest` is the largest absolute difference from the oracle. `used` is the largest ratio of a
+    difference to tolerance(dtype): a runtime agrees if `used` is at most 1.
     """
 
     shape: str
@@ -77,10 +77,10 @@ def agreement(
     dtypes: Sequence[torch.dtype] = DTYPES,
     device: torch.device | str = "cpu",
 ) -> list[AgreementRow]:
-    """Run every runtime on every shape, on `device`; compare with the oracle on the CPU.
+    """Run every runtime on every shape and dtype, on `device`; compare with the oracle on the CPU.
 
-    The inputs are `draw`'s: scattered blocks, NaN in every other slot, and q in the layout that
-    gqa_attention makes (positions before heads in memory).
+    The inputs are those of `draw`: scattered blocks, NaN in all slots outside the mapping, and q in
+    the memory layout of gqa_attention (positions before heads).
     """
     rows = []
     for dtype in dtypes:
@@ -98,7 +98,10 @@ def agreement(
 
 
 def draw(shape: AttentionShape, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """Random (q, k_pool, v_pool, slot_mapping) of a shape; the same numbers at each call."""
+    """Random (q, k_pool, v_pool, slot_mapping), as paged_attention_reference takes them.
+
+    Every call returns the same numbers for a shape.
+    """
     random = torch.Generator().manual_seed(shape.kv_len)
     q = torch.randn(1, shape.query_len, shape.n_q, shape.head_dim, generator=random)
     blocks = -(-shape.kv_len // BLOCK)
@@ -111,7 +114,7 @@ def draw(shape: AttentionShape, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
 
 
 def runtimes_of(device: torch.device) -> dict[str, Runtime]:
-    """The runtimes that can run the kernel on a device, in this process, by name."""
+    """The runtimes that can run the kernel on a device in this process: {name: function}."""
     runtimes = {"tlsim": paged_attention_tlsim}
     if why_not_triton(device) is None:
         interpreted = os.environ.get("TRITON_INTERPRET") == "1"
@@ -120,9 +123,9 @@ def runtimes_of(device: torch.device) -> dict[str, Runtime]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the machine and all rows as JSON; with --record, write them to a file too.
+    """Print the machine and all rows as JSON; with --record, also write them to a file.
 
-    Where a row does not agree, print it to stderr, record nothing and exit with code 1.
+    If a row does not agree, print the row to stderr, record nothing and exit with code 1.
     """
     parser = argparse.ArgumentParser(prog="python -m nanoserve.bench.agreement")
     parser.add_argument("--record", nargs="?", const=DATA, type=Path, metavar="FOLDER")
@@ -136,7 +139,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(json.dumps(run))
     wrong = [row for row in rows if not row.agrees]
     for row in wrong:
-        print(f"{row.runtime} is {row.largest:.1e} off: {row.shape}, {row.dtype}", file=sys.stderr)
+        where = f"{row.shape}, {row.dtype}"
+        print(f"{row.runtime} differs by {row.largest:.1e}: {where}", file=sys.stderr)
     if wrong:
         sys.exit(1)
     if folder:

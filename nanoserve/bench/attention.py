@@ -1,4 +1,4 @@
-"""One layer's attention of one new token: gather K and V first, or attend in place."""
+"""Times one layer's attention of one new token: gather K and V first, or attend in place."""
 
 import time
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ LLAMA_1B = parse_config(
 class AttentionRow:
     """One code path at one length: median seconds of one layer's attention of one new token.
 
-    `bytes` counts the keys and values once: every code path has to read them.
+    `bytes` counts the layer's keys and values once: every code path must read them.
     """
 
     path: str
@@ -56,17 +56,17 @@ def attention_benchmark(
     rounds: int = 20,
     clock: Clock = time.perf_counter,
 ) -> list[AttentionRow]:
-    """Time one layer's attention of one new token, with K and V in scattered blocks, two ways.
+    """Time one layer's attention of one new token over scattered blocks, on two code paths.
 
     "gather" copies K and V out of the pool, then attends; "fused" is `attend_in_place`. Raises
     WrongAnswer unless the two results are equal in every bit. Each round moves to the next layer,
-    and the two code paths use different layers, so that a long sequence's K and V are not left in
-    the processor's cache by the round before.
+    and the two code paths use different layers, so that K and V of a long sequence are no longer in
+    the processor's cache.
     """
     rows = []
     for kv_len in kv_lens:
         cache, step = scattered_cache(config, kv_len, dtype)
-        layers = [0] * 2  # of gather and of fused: the layer that each used last
+        layers = [0] * 2  # the layers that gather and fused used last
 
         def gather(layers=layers, cache=cache, step=step) -> torch.Tensor:
             layers[0] = (layers[0] + 1) % (config.num_layers - 1)
@@ -80,7 +80,7 @@ def attention_benchmark(
         # Run fused first: gather also writes K and V, which would hide a missing write.
         if not torch.equal(fused(), gather()):
             raise WrongAnswer(f"gather and fused differ at {kv_len} tokens")
-        layers[1] += config.num_layers // 2  # far from the layer that gather has just read
+        layers[1] += config.num_layers // 2  # far from the layer that gather read just now
         moved = 2 * kv_len * config.n_kv * config.head_dim * dtype.itemsize  # keys and values
         times = median_times(paths, rounds, warmup=2, clock=clock)
         rows += [AttentionRow(path, kv_len, seconds, moved) for path, seconds in times.items()]
@@ -90,10 +90,11 @@ def attention_benchmark(
 def attend_in_place(
     cache: PagedKVCache, layer: int, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, n_rep: int
 ) -> torch.Tensor:
-    """The cache's paged_attention of Day 19: write, then the reference; shapes as there.
+    """PagedKVCache.paged_attention of Day 19: write k and v, then call the reference.
 
-    It calls no dispatcher, whose checks "gather" does not run either: the two differ only in how
-    they read K and V.
+    Arguments and result as for PagedKVCache.paged_attention. "gather" runs no checks of the
+    dispatcher, so this function does not call the dispatcher either: the two code paths differ only
+    in how they read K and V.
     """
     slots = cache._write(layer, k, v)
     return paged_attention_reference(q, cache.pool.k[layer], cache.pool.v[layer], slots, n_rep)
@@ -105,10 +106,11 @@ def scattered_cache(
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
 ) -> tuple[PagedKVCache, dict[str, torch.Tensor]]:
-    """A cache of kv_len - 1 random tokens, and q, k and v of the next token by name.
+    """A cache of kv_len - 1 random tokens, and the next token's q, k and v by name.
 
-    The tokens lie in every second block of the pool, the last block first. The step of the next
-    token can be repeated in any layer but the last: only the last layer advances seq_len.
+    q is [1, n_q, 1, head_dim]; k and v are [1, n_kv, 1, head_dim]. The tokens are in every second
+    block of the pool, from the last block down. The next token's step can be repeated in every
+    layer but the last, because only the last layer advances seq_len.
     """
     blocks = -(-kv_len // BLOCK_SIZE)
     pool = KVPool(config, 2 * blocks, BLOCK_SIZE, dtype, device)

@@ -2,4 +2,4 @@
 
 
 class WrongAnswer(RuntimeError):
-    """A benchmarked variant gave another result than its reference, so no time is measured."""
+    """A variant's result differs from its reference, so the benchmark measures no time."""

@@ -1,4 +1,4 @@
-"""The decode benchmark: our loop with a cache and without one, beside transformers' generate."""
+"""The decode benchmark: our loop with and without a cache, and transformers' generate."""
 
 import math
 import time
@@ -19,7 +19,7 @@ from nanoserve.oracle import Oracle
 from nanoserve.sampling import SamplingParams
 from nanoserve.weights import expected_shapes
 
-# called with (prompt_ids, max_tokens, on_token); returns the token ids that it generated
+# called with (prompt_ids, max_tokens, on_token); returns the generated token ids
 DecodePath = Callable[[Sequence[int], int, Callable[[int], None]], list[int]]
 
 
@@ -41,10 +41,10 @@ def decode_benchmark(
     rounds: int = 3,
     clock: Clock = time.perf_counter,
 ) -> list[DecodeRow]:
-    """Time each code path on each prompt, in turns; the rows hold medians over rounds and tokens.
+    """Time each code path on each prompt, interleaved; rows hold medians over rounds and tokens.
 
-    `paths` maps a name to a DecodePath, and `reference` is one of the names. Raises WrongAnswer
-    where a path's tokens differ from the reference's; this check is also the warm-up.
+    `paths` maps a name to a DecodePath, and `reference` is one of the names. Raises WrongAnswer if
+    a code path's tokens differ from the reference's; this check is also the warm-up.
     """
     rows = []
     for prompt in prompts:
@@ -97,9 +97,10 @@ def oracle_path(oracle: Oracle, cached: bool) -> DecodePath:
 def bytes_per_token(config: ModelConfig, context: int, dtype: torch.dtype) -> int:
     """The bytes that one cached decode step must read: each weight once, and the cached K and V.
 
-    `context` is the number of cached tokens. Of the embedding the step reads one row, which is not
-    counted; the head, tied to the embedding or not, is counted whole.
+    `context` is the number of cached tokens. The step reads all of the head, tied to the embedding
+    or not, and one row of the embedding, which is not counted.
     """
-    weights = sum(map(math.prod, expected_shapes(config).values()))  # has the embedding or the head
+    # expected_shapes has the embedding and no head; both have the same size
+    weights = sum(map(math.prod, expected_shapes(config).values()))
     cached = config.num_layers * 2 * context * config.n_kv * config.head_dim
     return (weights + cached) * dtype.itemsize

@@ -1,4 +1,4 @@
-"""The machine that a measurement was made on, and the file that a measurement is recorded in."""
+"""Describes the machine of a measurement, and writes the file that records a measurement."""
 
 import json
 import platform
@@ -18,7 +18,7 @@ DATA = Path("notebooks/data")  # where runs are recorded, from the root of a clo
 def machine(
     device: torch.device | str, packages: Sequence[str] = ("torch", "triton")
 ) -> dict[str, object]:
-    """The machine as every recorded run and `nanoserve doctor` describe it.
+    """The description of this machine in every recorded run and in `nanoserve doctor`.
 
     Keys: device, driver and cuda (None without an NVIDIA GPU), platform, threads, versions (None
     for a package that is not installed), date.
@@ -60,10 +60,10 @@ def _version(package: str) -> str | None:
 def save_run(run: Mapping[str, object], benchmark: str, folder: Path = DATA) -> Path:
     """Write a run as JSON, for example as attention_h200.json for an "NVIDIA H200".
 
-    `run` holds the keys of `machine` and its own. Raises ValueError where the folder is missing.
+    `run` holds the keys of `machine` and its own. Raises ValueError if the folder is missing.
     """
     if not folder.is_dir():
-        raise ValueError(f"no folder {folder.as_posix()} here: record at the root of a clone")
+        raise ValueError(f"no folder {folder.as_posix()} here: run this at the root of a clone")
     device = str(run["device"]).lower().removeprefix("nvidia ")
     path = folder / f"{benchmark}_{re.sub(r'[^a-z0-9]+', '_', device).strip('_')}.json"
     path.write_text(json.dumps(run, indent=1) + "\n", encoding="utf-8")

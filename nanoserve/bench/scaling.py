@@ -1,4 +1,4 @@
-"""How a time grows with length: a power law, fitted as a straight line through logarithms."""
+"""How a time grows with length: a power law, fitted as a straight line to logarithms."""
 
 import math
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ class ScalingFit:
     def regime(self) -> str:
         """The name in REGIMES for the exponent: "flat" up to 0.2, "linear" from 0.8 to 1.2, ...
 
-        A "falling" time (exponent below -0.2) was ruled by something other than the length.
+        A "falling" time (exponent below -0.2) depends mainly on something other than the length.
         """
         return next(name for most, name in REGIMES if self.exponent <= most)
 
@@ -51,8 +51,8 @@ def power_law(lengths: Sequence[float], seconds: Sequence[float]) -> tuple[float
 def fit_scaling(lengths: Sequence[float], seconds: Sequence[float]) -> ScalingFit:
     """Fit a power law to the seconds measured at some lengths.
 
-    Raises ValueError where the two sequences differ in length, for fewer than three points (two
-    points fit any line), for lengths that are all equal, and for a number that is not positive and
+    Raises ValueError if the two sequences differ in length, for fewer than three points (a line
+    fits any two points), for lengths that are all equal, and for a number that is not positive and
     finite.
     """
     if len(lengths) != len(seconds):

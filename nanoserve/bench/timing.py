@@ -7,7 +7,7 @@ from statistics import median
 
 import torch
 
-Clock = Callable[[], float]  # returns seconds; any origin will do
+Clock = Callable[[], float]  # returns seconds since any fixed moment
 
 
 def median_times(
@@ -16,7 +16,10 @@ def median_times(
     warmup: int = 1,
     clock: Clock = time.perf_counter,
 ) -> dict[str, float]:
-    """Median seconds of each run. The runs take turns, so that a slower moment affects all."""
+    """Median seconds of each run, after `warmup` rounds.
+
+    The runs take turns, so that a slow moment of the machine affects all of them.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(warmup + rounds):
         for name, run in runs.items():
@@ -44,8 +47,8 @@ def read_bandwidth(
 ) -> float:
     """Bytes per second at which a device reads its memory: the peak bandwidth of this machine.
 
-    The best of five sums over `size` bytes, far more than a processor's cache holds. A GPU runs
-    asynchronously, so it needs a clock that synchronises first (`device_clock` of runner.py).
+    Takes the best of five sums over `size` bytes, far more than a processor's cache holds. A GPU
+    runs asynchronously, so its clock must synchronise first (`device_clock` of runner.py).
     """
     buffer = torch.ones(size // 4, dtype=torch.float32, device=device)
     best = float("inf")

@@ -1,1 +1,1 @@
-"""Attention over paged memory: the oracle, and the kernels that are held to it."""
+"""Attention over paged memory: the oracle, and the kernels that are compared with it."""

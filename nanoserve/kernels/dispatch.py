@@ -20,7 +20,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def has_triton() -> bool:
-    """Whether Triton can be imported. Triton is published for Linux alone."""
+    """Whether Triton can be imported. Triton is published for Linux only."""
     try:
         import triton
     except ImportError:
@@ -67,7 +67,10 @@ def why_not_triton(device: torch.device) -> str | None:
 
 @contextmanager
 def use_backend(name: str) -> Iterator[None]:
-    """Run paged attention with one backend of BACKENDS inside a `with` block, for experiments."""
+    """Run paged attention with one backend of BACKENDS inside a `with` block, for experiments.
+
+    Raises ValueError for another name.
+    """
     _check_name(name)
     token = _override.set(name)
     try:
@@ -86,8 +89,8 @@ def _check_name(name: str) -> None:
 
 @cache
 def _warn_fallback(gpu: str, reason: str) -> None:
-    """One warning per GPU: a @cache'd function runs once for the same arguments."""
-    warnings.warn(f"tlsim takes the place of Triton on {gpu}: {reason}", stacklevel=3)
+    """Warn once per GPU: @cache makes the function run once for the same arguments."""
+    warnings.warn(f"paged attention falls back to tlsim on {gpu}: {reason}", stacklevel=3)
 
 
 def check_attention(
@@ -98,11 +101,11 @@ def check_attention(
     n_rep: int,
     check_slots: bool | None = None,
 ) -> None:
-    """Raise a ValueError that names the argument, where a kernel would compute a wrong result.
+    """Raise a ValueError that names the argument if a kernel would compute a wrong result.
 
-    Checks shapes, dtypes, devices and head_dim's stride. The values in slot_mapping are checked on
-    a CPU only: reading them on a GPU waits for the GPU. `check_slots=True`, or
-    NANOSERVE_CHECK_SLOTS=1, checks them on a GPU too.
+    Arguments as for paged_attention_reference. Checks shapes, dtypes, devices and head_dim's
+    stride. Checks the values in slot_mapping on a CPU only, because reading them on a GPU waits for
+    the GPU. `check_slots=True`, or NANOSERVE_CHECK_SLOTS=1, checks them on a GPU too.
     """
     if q.dim() != 4 or q.shape[0] != 1:
         raise ValueError(f"q must be [1, n_q, query_len, head_dim], got {list(q.shape)}")
@@ -114,7 +117,9 @@ def check_attention(
                 f"{list(pool.shape)}"
             )
     if k_pool.shape != v_pool.shape:
-        raise ValueError(f"k_pool is {list(k_pool.shape)} and v_pool {list(v_pool.shape)}")
+        raise ValueError(
+            f"k_pool and v_pool must have one shape, got {list(k_pool.shape)}, {list(v_pool.shape)}"
+        )
     num_slots, n_kv, _ = k_pool.shape
     if n_q != n_kv * n_rep:
         raise ValueError(f"n_rep {n_rep} does not fit {n_q} query heads and {n_kv} KV heads")
@@ -126,15 +131,15 @@ def check_attention(
     kv_len = len(slot_mapping)
     if not 1 <= query_len <= kv_len:
         raise ValueError(
-            f"q has {query_len} positions and slot_mapping {kv_len}: the mapping includes q's own"
+            f"q has {query_len} positions and slot_mapping {kv_len}: the mapping must include q's"
         )
     if q.dtype not in DTYPES:
-        raise ValueError(f"q is {q.dtype}, and must be float32, float16 or bfloat16")
+        raise ValueError(f"q must be float32, float16 or bfloat16, got {q.dtype}")
     for name, x in (("q", q), ("k_pool", k_pool), ("v_pool", v_pool)):
         if x.dtype != q.dtype:
             raise ValueError(f"{name} is {x.dtype} and q {q.dtype}: all must be the same")
         if x.stride(-1) != 1:
-            raise ValueError(f"{name}'s head_dim must be contiguous, its stride is {x.stride(-1)}")
+            raise ValueError(f"{name}'s head_dim must be contiguous, got stride {x.stride(-1)}")
     for name, x in (("k_pool", k_pool), ("v_pool", v_pool), ("slot_mapping", slot_mapping)):
         if x.device != q.device:
             raise ValueError(f"{name} lies on {x.device} and q on {q.device}")
@@ -144,7 +149,7 @@ def check_attention(
         low, high = (int(slot) for slot in slot_mapping.aminmax())
         if low < 0 or high >= num_slots:
             wrong = low if low < 0 else high
-            raise ValueError(f"slot_mapping names slot {wrong}, and the pools have {num_slots}")
+            raise ValueError(f"slot_mapping has slot {wrong}, but the pools have {num_slots}")
 
 
 def launch(
@@ -157,14 +162,15 @@ def launch(
     scale: float | None = None,
     tile: int = 128,
 ) -> torch.Tensor:
-    """Launch paged_attention_kernel, jitted by Triton or by tlsim: a program per query and head.
+    """Launch paged_attention_kernel, jitted by Triton or by tlsim: one program per query and head.
 
-    Arguments and result as for paged_attention_reference, and any strides of q and the pools but
-    the last; `tile` is the number of keys in one iteration of the kernel's loop, a power of two.
+    Arguments and result as for paged_attention_reference. q and the pools may have any strides, but
+    head_dim's must be 1. `tile` is the number of keys in one iteration of the kernel's loop, a
+    power of two.
     """
     _, n_q, query_len, head_dim = q.shape
-    # The kernel reads the mapping at stride 1. Copying a strided one costs 8 bytes a token, where
-    # a key and a value cost hundreds; the engine's own mapping is contiguous and not copied.
+    # The kernel reads the mapping at stride 1. Copying a strided mapping moves 8 bytes per token; a
+    # key and a value have hundreds. The engine's own mapping is contiguous, so it is not copied.
     slot_mapping = slot_mapping.contiguous()
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     kernel[(query_len, n_q)](
@@ -196,7 +202,7 @@ def paged_attention_triton(
     n_rep: int,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Paged attention by Triton, compiled, or interpreted where TRITON_INTERPRET=1 was set.
+    """Paged attention by Triton: compiled, or interpreted if TRITON_INTERPRET=1 was set.
 
     Arguments and result as for paged_attention_reference; ValueError as for check_attention.
     """
@@ -226,7 +232,7 @@ def paged_attention_tlsim(
 
 
 _simulated = cache(tlsim.jit)  # reads the source of a kernel once
-LANES = 1 << 15  # keys in the tiles of all programs of a wave, so that they fit the CPU's cache
+LANES = 1 << 15  # keys per loop iteration, over all programs of a wave; they fit the CPU's cache
 
 
 def paged_attention_dispatch(
@@ -239,8 +245,8 @@ def paged_attention_dispatch(
 ) -> torch.Tensor:
     """Paged attention by the backend that select_backend chooses for q's device.
 
-    Arguments and result as for paged_attention_reference, within `tolerance` of it for every
-    backend. Raises ValueError as check_attention and select_backend do.
+    Arguments and result as for paged_attention_reference; every backend's result is within
+    `tolerance` of the reference's. Raises ValueError as check_attention and select_backend do.
     """
     backend = select_backend(q.device)
     if backend == "triton":

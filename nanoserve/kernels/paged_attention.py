@@ -31,7 +31,7 @@ def paged_attention_kernel(
     BLOCK_D: tl.constexpr,  # head_dim, padded to a power of two
     TILE: tl.constexpr,  # keys in one iteration of the loop
 ):
-    """Attention of one query of one head over the keys up to its own, TILE keys at a time.
+    """Attention of one query of one head over the keys up to its position, TILE keys at a time.
 
     Streaming softmax (Milakov and Gimelshein 2018): m is the largest score so far, l the sum of
     exp(score - m), acc the sum of exp(score - m) * value.
@@ -44,13 +44,13 @@ def paged_attention_kernel(
 
     q = tl.load(q_ptr + head * q_head + query * q_seq + dim, mask=in_head, other=0.0)
     q = q.to(tl.float32) * scale  # [BLOCK_D]
-    visible = kv_len - query_len + query + 1  # number of keys up to the query's own
+    visible = kv_len - query_len + query + 1  # number of keys up to the query's position
     m = float("-inf")
     l = 0.0
     acc = tl.zeros((BLOCK_D,), tl.float32)
     for start in range(0, visible, TILE):
         position = start + tl.arange(0, TILE)
-        held = position < kv_len  # false in the last tile, behind the last key
+        held = position < kv_len  # false in the last tile, after the last key
         # int64: with eight heads of 128 channels, offsets pass 32 bits at slot 2,097,152
         slot = tl.load(slot_ptr + position, mask=held, other=0).to(tl.int64)
         mask = held[:, None] & in_head[None, :]

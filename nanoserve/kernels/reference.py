@@ -1,4 +1,4 @@
-"""The oracle of paged attention: gather keys and values by slot, then the explicit sum."""
+"""The oracle of paged attention: gather keys and values by slot, then sum explicitly."""
 
 import torch
 
@@ -10,9 +10,9 @@ ATOL, RTOL = 1e-5, 1e-4  # how far a float32 result may be from the oracle's
 def tolerance(dtype: torch.dtype) -> tuple[float, float]:
     """(atol, rtol) for a backend's output in `dtype`, compared with the oracle on the same inputs.
 
-    In float16 and bfloat16 both are two units of the dtype's precision (eps). With several queries
-    the oracle rounds queries, scores and weights to the dtype; a kernel may keep float32. A single
-    query is computed in float32 by the oracle too.
+    In float16 and bfloat16, both are two units of the dtype's precision (eps). With several
+    queries, the oracle rounds queries, scores and weights to the dtype; a kernel may keep float32.
+    With a single query, the oracle computes in float32 too.
     """
     if dtype == torch.float32:
         return ATOL, RTOL

@@ -1,4 +1,4 @@
-"""Sizes of blocks, which Triton wants as powers of two."""
+"""Block sizes. Triton requires powers of two."""
 
 
 def next_power_of_2(n: int) -> int:

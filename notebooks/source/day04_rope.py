@@ -306,7 +306,7 @@ def plain_frequencies(config: ModelConfig) -> torch.Tensor:
 # %%
 def rope_frequencies(config: ModelConfig) -> torch.Tensor:
     """The frequencies that the model uses: plain, or with Llama 3's scaling."""
-    raise NotImplementedError("your turn, if you like")
+    raise NotImplementedError("your turn")
 
 
 today.check(rope_frequencies)
@@ -315,17 +315,18 @@ today.check(rope_frequencies)
 # %% jupyter={"source_hidden": true}
 # lands in nanoserve/layers.py: rope_frequencies
 def rope_frequencies(config: ModelConfig) -> torch.Tensor:
-    """The angle per position that the model uses: float32 [head_dim / 2].
+    """The angle per position that the model uses, in radians: float32 [head_dim / 2].
 
-    Without scaling, the plain frequencies. With Llama 3's scaling, pairs that turn often within the
-    original context keep their frequency, for pairs that hardly turn it is divided by `factor`, and
-    between the two it is blended.
+    Without scaling, these are the plain frequencies. Llama 3's scaling (transformers: rope_type
+    "llama3") counts a pair's turns within the original context. A pair with high_freq_factor turns
+    or more keeps its frequency. With low_freq_factor turns or fewer, the frequency is divided by
+    `factor`. Between the two limits, both frequencies are blended.
     """
     frequencies = plain_frequencies(config)
     scaling = config.rope_scaling
     if scaling is None:
         return frequencies
-    turns = scaling.original_context * frequencies / (2 * math.pi)  # over the original context
+    turns = scaling.original_context * frequencies / (2 * math.pi)  # within the original context
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     keep = ((turns - low) / (high - low)).clamp(0, 1)
     return keep * frequencies + (1 - keep) * frequencies / scaling.factor
@@ -382,7 +383,7 @@ fig
 def rope_tables(config: ModelConfig, length: int) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin of position times frequency: float32 [length, head_dim] for every model dtype.
 
-    bfloat16 would round positions: 15,962 to 15,936.
+    Not computed in bfloat16, which would round positions: 15,962 to 15,936.
     """
     positions = torch.arange(length, dtype=torch.float32)
     angles = torch.outer(positions, rope_frequencies(config))  # [length, head_dim / 2]

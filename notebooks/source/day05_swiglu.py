@@ -105,7 +105,7 @@ seen = oracle.capture(ids, mlps)
 x = seen[mlps[12]].input
 z = F.linear(x, model.layers[12]["mlp.gate_proj.weight"])
 print(list(x.shape), "->", list(z.shape))
-print(f"gates between -0.3 and 0.3: {(F.silu(z).abs() < 0.3).float().mean():.0%}")
+print(f"share of gates between -0.3 and 0.3: {(F.silu(z).abs() < 0.3).float().mean():.1f}")
 
 # %% jupyter={"source_hidden": true}
 # Draws the plot: silu, and how often each z occurs
@@ -170,8 +170,8 @@ today.check(swiglu)
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [..., in] times weight [out, in], plus bias [out] -> [..., out].
 
-    A single row, as in a decode step, goes to torch.mv: the same sum by a matrix-vector routine.
-    The exception is bfloat16 on a CPU with bfloat16 products, where F.linear is the faster one.
+    A single row, as in a decode step, is multiplied by torch.mv, a matrix-vector routine. For
+    bfloat16 on a CPU with bfloat16 products, F.linear is faster and is used instead.
     """
     if x.numel() > x.shape[-1] or (x.dtype == torch.bfloat16 and _bfloat16_products()):
         return F.linear(x, weight, bias)
@@ -181,11 +181,11 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 @cache
 def _bfloat16_products() -> bool:
-    """Whether this CPU multiplies bfloat16 without widening it first: avx512_bf16, or AMX.
+    """Whether this CPU has instructions for products of bfloat16: avx512_bf16 or AMX.
 
-    On such a CPU F.linear takes 0.6 to 0.9 of torch.mv's time for SmolLM2's shapes (torch 2.13;
-    13.0 against 22.6 ms for all products of a decode step). With oneDNN held to AVX2 it takes 1.0
-    to 1.15. In float32 and float16 the two take the same time.
+    On such a CPU, F.linear takes 0.6 to 0.9 times as long as torch.mv for SmolLM2's shapes (torch
+    2.13; 13.0 and 22.6 ms for all products of a decode step). With oneDNN limited to AVX2, the
+    ratio is 1.0 to 1.15. In float32 and float16, both take the same time.
     """
     supported = getattr(torch.cpu, "_is_avx512_bf16_supported", None)  # a CPU with AMX has it too
     return supported is not None and supported()

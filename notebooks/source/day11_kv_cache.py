@@ -132,15 +132,18 @@ from nanoserve.config import ModelConfig
 # %% jupyter={"source_hidden": true}
 # lands in nanoserve/layers.py: Cache
 class Cache(Protocol):
-    """The interface that the model needs. A cache holds one sequence."""
+    """The interface of a cache of one sequence, as the model uses it.
+
+    A cache may also have paged_attention(layer, k, v, q, n_rep); gqa_attention then calls that.
+    """
 
     seq_len: int  # tokens held before this step: the position of the next token
 
     def append(
         self, layer: int, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store this step's k and v [1, n_kv, query_len, head_dim] of one layer; return all of the
-        layer's, [1, n_kv, kv_len, head_dim]. The last layer advances seq_len."""
+        """Store this step's k and v [1, n_kv, query_len, head_dim] of one layer. Return all keys
+        and values of the layer, [1, n_kv, kv_len, head_dim]. The last layer advances seq_len."""
         ...
 
 
@@ -202,7 +205,7 @@ def causal_mask(query_len: int, kv_len: int) -> torch.Tensor:
 # %% jupyter={"source_hidden": true}
 # lands in nanoserve/cache.py: NaiveKVCache
 class NaiveKVCache:
-    """The contiguous cache of one sequence; its memory doubles when it is full."""
+    """The contiguous KV cache of one sequence: `capacity` tokens at first, doubled when full."""
 
     def __init__(self, config: ModelConfig, capacity: int = 64) -> None:
         self.seq_len = 0
@@ -263,11 +266,11 @@ class NaiveKVCache(NaiveKVCache):
     def append(
         self, layer: int, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write k, v [1, n_kv, query_len, head_dim] of one layer behind the tokens held before.
+        """Write k, v [1, n_kv, query_len, head_dim] of one layer after the tokens held so far.
 
         Returns views of all K and V of the layer, [1, n_kv, kv_len, head_dim]. The last layer
-        advances seq_len; a step that fails before it leaves seq_len unchanged. Raises ValueError
-        for a batch of more than one sequence.
+        advances seq_len, so a step that fails in an earlier layer leaves seq_len unchanged. Raises
+        ValueError for a batch of more than one sequence.
         """
         if k.shape[0] != 1:
             raise ValueError(f"a cache holds one sequence, got a batch of {k.shape[0]}")

@@ -76,7 +76,7 @@ import torch
 
 # %% jupyter={"source_hidden": true}
 # lands in nanoserve/bench/timing.py: Clock, median_times, token_times, read_bandwidth
-Clock = Callable[[], float]  # returns seconds; any origin will do
+Clock = Callable[[], float]  # returns seconds since any fixed moment
 
 
 def median_times(
@@ -85,7 +85,10 @@ def median_times(
     warmup: int = 1,
     clock: Clock = time.perf_counter,
 ) -> dict[str, float]:
-    """Median seconds of each run. The runs take turns, so that a slower moment affects all."""
+    """Median seconds of each run, after `warmup` rounds.
+
+    The runs take turns, so that a slow moment of the machine affects all of them.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(warmup + rounds):
         for name, run in runs.items():
@@ -113,8 +116,8 @@ def read_bandwidth(
 ) -> float:
     """Bytes per second at which a device reads its memory: the peak bandwidth of this machine.
 
-    The best of five sums over `size` bytes, far more than a processor's cache holds. A GPU runs
-    asynchronously, so it needs a clock that synchronises first (`device_clock` of runner.py).
+    Takes the best of five sums over `size` bytes, far more than a processor's cache holds. A GPU
+    runs asynchronously, so its clock must synchronise first (`device_clock` of runner.py).
     """
     buffer = torch.ones(size // 4, dtype=torch.float32, device=device)
     best = float("inf")
@@ -198,7 +201,7 @@ from nanoserve.sampling import SamplingParams
 # %%
 # lands in nanoserve/bench/correctness.py: WrongAnswer
 class WrongAnswer(RuntimeError):
-    """A benchmarked variant gave another result than its reference, so no time is measured."""
+    """A variant's result differs from its reference, so the benchmark measures no time."""
 
 
 # %% jupyter={"source_hidden": true}
@@ -225,10 +228,10 @@ def decode_benchmark(
     rounds: int = 3,
     clock: Clock = time.perf_counter,
 ) -> list[DecodeRow]:
-    """Time each code path on each prompt, in turns; the rows hold medians over rounds and tokens.
+    """Time each code path on each prompt, interleaved; rows hold medians over rounds and tokens.
 
-    `paths` maps a name to a DecodePath, and `reference` is one of the names. Raises WrongAnswer
-    where a path's tokens differ from the reference's; this check is also the warm-up.
+    `paths` maps a name to a DecodePath, and `reference` is one of the names. Raises WrongAnswer if
+    a code path's tokens differ from the reference's; this check is also the warm-up.
     """
     rows = []
     for prompt in prompts:
@@ -276,10 +279,11 @@ def oracle_path(oracle: Oracle, cached: bool) -> DecodePath:
 def bytes_per_token(config: ModelConfig, context: int, dtype: torch.dtype) -> int:
     """The bytes that one cached decode step must read: each weight once, and the cached K and V.
 
-    `context` is the number of cached tokens. Of the embedding the step reads one row, which is not
-    counted; the head, tied to the embedding or not, is counted whole.
+    `context` is the number of cached tokens. The step reads all of the head, tied to the embedding
+    or not, and one row of the embedding, which is not counted.
     """
-    weights = sum(map(math.prod, expected_shapes(config).values()))  # has the embedding or the head
+    # expected_shapes has the embedding and no head; both have the same size
+    weights = sum(map(math.prod, expected_shapes(config).values()))
     cached = config.num_layers * 2 * context * config.n_kv * config.head_dim
     return (weights + cached) * dtype.itemsize
 
@@ -571,7 +575,7 @@ today.review()
 
 # %% jupyter={"source_hidden": true}
 # lands in nanoserve/layers.py: QUERY_TILE, sdpa, _attend
-QUERY_TILE = 128  # queries in one product: enough to fill it, few enough to skip future keys
+QUERY_TILE = 128  # queries in one matrix product: enough for speed, few enough to skip future keys
 
 
 def sdpa(
@@ -582,7 +586,7 @@ def sdpa(
     q [batch, n_q, query_len, head_dim]; k, v [batch, n_kv, kv_len, head_dim]; the queries are the
     last query_len of kv_len positions -> [batch, n_q, query_len, head_dim]. Query head h reads KV
     head h // n_rep; no head is copied. `scale` defaults to head_dim ** -0.5. A tile of queries
-    skips the keys that come after all of them. A single query is computed in float32 or wider.
+    skips the keys after its last query. A single query is computed in float32 or wider.
     """
     batch, n_q, query_len, head_dim = q.shape
     n_kv, kv_len = k.shape[1:3]
@@ -592,12 +596,12 @@ def sdpa(
         rows = q.to(wide).reshape(batch, n_kv, n_q // n_kv, head_dim) * scale
         weights = (rows @ k.to(wide).transpose(2, 3)).softmax(dim=-1)
         return (weights @ v.to(wide)).to(q.dtype).view(q.shape)
-    q = q * scale  # fewer numbers to scale than scores
+    q = q * scale  # q has fewer elements than the scores
     # the query heads of one KV head form a group
     q = q.reshape(batch * n_kv, n_q // n_kv, query_len, head_dim)
     k, v = k.flatten(0, 1), v.flatten(0, 1)  # [batch * n_kv, kv_len, head_dim]
     out = torch.empty_like(q)
-    # scores of one tile; every tile writes into the same memory, since fresh memory is slow
+    # scores of one tile; all tiles share this memory, because new memory for each tile is slow
     workspace = q.new_empty(batch * n_q * min(query_len, QUERY_TILE) * kv_len)
     for start in range(0, query_len, QUERY_TILE):
         tile = slice(start, min(start + QUERY_TILE, query_len))
@@ -612,7 +616,7 @@ def _attend(
     """Attention of one tile of queries: q [groups, n_rep, tile, head_dim], scaled already; k, v
     [groups, keys, head_dim] -> the shape of q.
 
-    The scores are written into `workspace`, at least groups * n_rep * tile * keys numbers.
+    The scores are written to `workspace`, which has at least groups * n_rep * tile * keys elements.
     """
     groups, n_rep, tile, _ = q.shape
     shape = (groups, n_rep * tile, k.shape[1])

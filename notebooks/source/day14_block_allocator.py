@@ -75,11 +75,11 @@ today.glossary("slot", "block", "pool", "allocator", "fragmentation", "double fr
 
 # %% jupyter={"source_hidden": true}
 # lands in nanoserve/cache.py: BLOCK_SIZE, KVCacheExhausted
-BLOCK_SIZE = 16  # slots in a block: a small one wastes little, a large one keeps tables short
+BLOCK_SIZE = 16  # slots in a block: small blocks waste few slots, large blocks keep tables short
 
 
 class KVCacheExhausted(RuntimeError):
-    """The pool has too few free blocks. The call that raised this has changed nothing."""
+    """The pool has too few free blocks. The call that raises this error changes nothing."""
 
 
 # %% [markdown]
@@ -146,7 +146,7 @@ class BlockAllocator:
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
-        """num_blocks blocks of block_size slots. Raises ValueError unless both are at least 1."""
+        """num_blocks free blocks of block_size slots. Raises ValueError if either is below 1."""
         for name, value in (("num_blocks", num_blocks), ("block_size", block_size)):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
@@ -165,9 +165,10 @@ class BlockAllocator:
         return self.allocate_for(1)[0]
 
     def allocate_for(self, num_tokens: int) -> list[int]:
-        """Take just enough blocks for num_tokens tokens and return their ids, in order.
+        """Take the fewest blocks that hold num_tokens tokens and return their ids, in order.
 
-        Raises KVCacheExhausted, and takes no block, where too few are free.
+        Raises KVCacheExhausted and takes no block if too few are free. Raises ValueError for a
+        negative num_tokens.
         """
         if num_tokens < 0:
             raise ValueError(f"num_tokens must be at least 0, got {num_tokens}")
@@ -182,7 +183,7 @@ class BlockAllocator:
         """Give a block back. Raises ValueError for a block that is free or not in the pool."""
         if block_id not in self._owned:
             known = isinstance(block_id, int) and 0 <= block_id < self.num_blocks
-            reason = "is free already" if known else f"is none of the pool's {self.num_blocks}"
+            reason = "is free already" if known else f"is not one of the pool's {self.num_blocks}"
             raise ValueError(f"block {block_id} {reason}")
         self._owned.remove(block_id)
         self._free.append(block_id)

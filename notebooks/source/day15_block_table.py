@@ -81,7 +81,7 @@ from nanoserve.cache import BLOCK_SIZE, BlockAllocator, KVCacheExhausted
 # %% jupyter={"source_hidden": true}
 # lands in nanoserve/cache.py: BlockTable
 class BlockTable:
-    """The blocks of one sequence, in order: maps each position to its place in the pool."""
+    """The blocks of one sequence, in order of position: maps each position to its slot."""
 
     def __init__(self, allocator: BlockAllocator) -> None:
         self.blocks: list[int] = []
@@ -121,14 +121,14 @@ today.check(slot)
 # lands in nanoserve/cache.py: BlockTable.locate, BlockTable.slot
 class BlockTable(BlockTable):
     def locate(self, position: int) -> tuple[int, int]:
-        """(block id, offset in the block) of a position. Raises ValueError past the capacity."""
+        """Return (block id, offset in block) of a position. Raises ValueError past the capacity."""
         if not 0 <= position < self.capacity:
             raise ValueError(f"position {position} is outside the table's {self.capacity} slots")
         index, offset = divmod(position, self._allocator.block_size)
         return self.blocks[index], offset
 
     def slot(self, position: int) -> int:
-        """The physical slot of a position: block id * block_size + offset."""
+        """The slot of a position, block id * block_size + offset; raises ValueError as locate."""
         block, offset = self.locate(position)
         return block * self._allocator.block_size + offset
 
@@ -180,7 +180,7 @@ class BlockTable(BlockTable):
     def grow(self, num_tokens: int) -> None:
         """Take blocks until the table can hold num_tokens tokens in all.
 
-        Raises KVCacheExhausted, with the table unchanged, where too few blocks are free.
+        Raises KVCacheExhausted, and leaves the table unchanged, if too few blocks are free.
         """
         self.blocks += self._allocator.allocate_for(max(0, num_tokens - self.capacity))
 

@@ -81,7 +81,7 @@ class KVPool:
     """The memory for keys and values of all layers, which many sequences share.
 
     k and v are [num_layers, num_slots, n_kv, head_dim]; slot s is offset s % block_size of block
-    s // block_size. With `poison`, free slots hold NaN, so that a read of one spoils the result.
+    s // block_size. With `poison`, free slots hold NaN, so that reading a free slot gives NaN.
     """
 
     def __init__(
@@ -103,12 +103,12 @@ class KVPool:
             self.allocator.free = self._free_poisoned
 
     def _free_poisoned(self, block_id: int) -> None:
-        """The allocator's free in a pool with poison: refuse a block that still has its content."""
+        """BlockAllocator.free in a pool with poison: refuse a block whose slots are not all NaN."""
         allocator = self.allocator
         if block_id in range(allocator.num_blocks):
             slots = slice(block_id * allocator.block_size, (block_id + 1) * allocator.block_size)
             if not (self.k[:, slots].isnan().all() and self.v[:, slots].isnan().all()):
-                raise ValueError(f"block {block_id} is not poisoned: give it back by release")
+                raise ValueError(f"block {block_id} is not poisoned: use KVPool.release")
         type(allocator).free(allocator, block_id)
 
 
@@ -138,7 +138,7 @@ print("free blocks:", pool.allocator.num_free)
 # %% jupyter={"source_hidden": true}
 # lands in nanoserve/cache.py: PagedKVCache
 class PagedKVCache:
-    """The paged cache of one sequence: its block table, length and slot mapping in a pool."""
+    """The paged KV cache of one sequence: its length, and its block table and slots in a pool."""
 
     def __init__(self, pool: KVPool) -> None:
         self.seq_len = 0
@@ -233,11 +233,11 @@ class PagedKVCache(PagedKVCache):
     def append(
         self, layer: int, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write k, v [1, n_kv, query_len, head_dim] of one layer into their slots; gather all.
+        """Write k, v [1, n_kv, query_len, head_dim] of one layer to their slots; gather K and V.
 
         Returns contiguous copies of all K and V of the layer, [1, n_kv, kv_len, head_dim]. Raises
-        KVCacheExhausted where too few blocks are free, with nothing written and no block taken,
-        and ValueError for a batch of more than one sequence.
+        KVCacheExhausted if too few blocks are free; then nothing is written and no block is taken.
+        Raises ValueError for a batch of more than one sequence.
         """
         slots = self._write(layer, k, v)
         # [kv_len, n_kv, head_dim] -> [1, n_kv, kv_len, head_dim], as NaiveKVCache lays it out
@@ -247,7 +247,7 @@ class PagedKVCache(PagedKVCache):
         return k[None], v[None]
 
     def _write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Write k and v into their slots; return the slots of all tokens so far: [kv_len].
+        """Write k and v to their slots; return the slots of all tokens so far: [kv_len].
 
         The last layer advances seq_len, so that all layers of a step use the same mapping.
         """

@@ -132,7 +132,7 @@ today.check(release)
 # lands in nanoserve/cache.py: KVPool.release
 class KVPool(KVPool):
     def release(self, table: BlockTable) -> None:
-        """Give a table's blocks back to the allocator; with `poison`, fill their slots with NaN."""
+        """Give a table's blocks back to the allocator; with `poison`, first write NaN to them."""
         size = self.allocator.block_size
         for block in table.blocks if self._poison else ():
             self.k[:, block * size : (block + 1) * size] = torch.nan

@@ -155,11 +155,12 @@ def gqa_attention(
     cache: Cache | None = None,
     index: int = 0,
 ) -> torch.Tensor:
-    """Grouped-query attention (Ainslie et al. 2023): n_q query heads share n_kv keys and values.
+    """Grouped-query attention (Ainslie et al. 2023): n_q query heads share n_kv KV heads.
 
     x [batch, seq, hidden], cos and sin [seq, head_dim] of x's positions -> [batch, seq, hidden].
-    The cache stores this step's keys and values as those of layer `index`. Then the cache's own
-    paged_attention attends, where the cache has one, and else sdpa over all K and V it returns.
+    A cache stores this step's keys and values under layer `index`. If the cache has a method
+    paged_attention, that method computes attention; otherwise sdpa does, over the keys and values
+    that the cache returns. Without a cache, sdpa attends to this step's keys and values.
     """
     heads = _heads(_qkv(x, layer), config.n_q + 2 * config.n_kv)  # of q, then of k, then of v
     qk, v = heads.split([config.n_q + config.n_kv, config.n_kv], dim=1)

@@ -510,17 +510,18 @@ from typing import Any
 # %% jupyter={"source_hidden": true}
 # lands in nanoserve/kernels/tlsim/grid.py: KernelError, Options, _options, options
 class KernelError(ValueError):
-    """A kernel broke a rule of Triton or left its memory. The message names the kernel's line."""
+    """A kernel broke a rule of Triton or accessed wrong memory. The message names the line."""
 
 
 @dataclass(frozen=True)
 class Options:
     """Options of a run.
 
-    order   "lockstep": all programs side by side; "serial": one by one, in an order drawn by `seed`
+    order   "lockstep": all programs side by side; "serial": one by one, in random order
     checks  refuse accesses outside a buffer, and stores of two programs to one address
-    poison  refuse to load a NaN as well
-    wave    the largest number of programs that run side by side; it bounds memory alone
+    poison  also refuse a load of NaN
+    seed    of the random order
+    wave    the largest number of programs that run side by side; it limits only the memory used
     """
 
     order: str = "lockstep"
@@ -541,7 +542,7 @@ _options: ContextVar[Options] = ContextVar("options")
 
 @contextmanager
 def options(**changes: object) -> Iterator[Options]:
-    """Launch kernels with other Options inside a `with` block; arguments are named as there."""
+    """Launch kernels with changed Options inside a `with` block; `changes` are its fields."""
     token = _options.set(replace(_options.get(Options()), **changes))
     try:
         yield _options.get()
@@ -553,13 +554,13 @@ def options(**changes: object) -> Iterator[Options]:
 # lands in nanoserve/kernels/tlsim/grid.py: Wave, _wave, current
 @dataclass
 class Wave:
-    """Programs that run side by side: a part of the grid. Values start with its axes x, y, z."""
+    """Programs that run side by side: a part of the grid. A Value's first axes are its x, y, z."""
 
     grid: tuple[int, int, int]
     ids: tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # int32 [x, 1, 1], [1, y, 1], [1, 1, z]
     options: Options
-    writers: dict[tuple[int, int], torch.Tensor]  # by buffer: who stored to each element
-    active: torch.Tensor | None = None  # [x, y, z], programs still in the loop; None is all
+    writers: dict[tuple[int, int], torch.Tensor]  # by buffer: each element's last writer, or -1
+    active: torch.Tensor | None = None  # [x, y, z], programs still in the loop; None: all
 
     @property
     def programs(self) -> torch.Tensor:
@@ -575,7 +576,7 @@ def current() -> Wave:
     """The wave that runs now. Raises KernelError outside a kernel."""
     wave = _wave.get(None)
     if wave is None:
-        raise KernelError("this belongs in a kernel: launch one with kernel[grid](...)")
+        raise KernelError("this works only inside a kernel: launch a kernel with kernel[grid](...)")
     return wave
 
 
@@ -587,7 +588,7 @@ def current() -> Wave:
 # %% jupyter={"source_hidden": true}
 # lands in nanoserve/kernels/tlsim/grid.py: kernel_line, source_name, fault
 def kernel_line() -> tuple[str, int]:
-    """File and line of the running kernel: of the innermost frame that tlsim compiled."""
+    """File and line of the running kernel, from the innermost frame that tlsim compiled."""
     frame = sys._getframe(1)
     while frame and "__tlsim__" not in frame.f_globals:
         frame = frame.f_back
@@ -600,7 +601,7 @@ def source_name(file: str) -> str:
 
 
 def fault(what: str, program: int | None = None, lane: tuple[int, ...] = ()) -> KernelError:
-    """A KernelError that names the kernel's line, a program by its number, and a lane."""
+    """A KernelError that names the kernel's line and, if given, a program and a lane."""
     file, line = kernel_line()
     where = f"{source_name(file)}, line {line}"
     if program is not None:
@@ -624,7 +625,7 @@ HALVES = (torch.float16, torch.bfloat16)
 
 
 class Buffer:
-    """The memory of a tensor argument, flat, from its first element to the last that it reaches."""
+    """The memory of a tensor argument, flat, from its first element to its last."""
 
     def __init__(self, name: str, tensor: torch.Tensor) -> None:
         last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
@@ -653,8 +654,8 @@ class Value:
 
     `data` is [x, y, z, *shape], the grid's axes first. An axis of size 1 stands for all indices
     along it, so that a value that many programs share is stored and computed once. A pointer is a
-    buffer and offsets into it, in elements, never an address. With `ramp`, data holds the first
-    lane of the last axis alone, and lane i is that lane plus i; a load then reads whole rows.
+    buffer and offsets into it, in elements, never an address. With `ramp`, data holds only the
+    first lane of the last axis; lane i is the first lane plus i. A load then reads whole rows.
     """
 
     __slots__ = ("buffer", "data", "ramp", "shape")
@@ -670,7 +671,7 @@ class Value:
 
     @property
     def lanes(self) -> torch.Tensor:
-        """data, with the lanes of a ramp written out."""
+        """data, with all lanes of a ramp."""
         if not self.ramp:
             return self.data
         lane = torch.arange(self.shape[-1], dtype=self.data.dtype, device=self.data.device)
@@ -678,7 +679,7 @@ class Value:
 
     @property
     def whole(self) -> torch.Tensor:
-        """[x or 1, y or 1, z or 1, *shape], every lane in its place."""
+        """All lanes, expanded to shape: [x or 1, y or 1, z or 1, *shape]."""
         return self.lanes.expand(-1, -1, -1, *self.shape)
 
     @property
@@ -699,8 +700,8 @@ class Value:
         if dtype == self.dtype:
             return self
         if self.buffer:
-            raise fault(f"a pointer into {self.buffer.name} is no number to be cast")
-        ramp = self.ramp and dtype == torch.int64  # the only one that is sure to hold every lane
+            raise fault(f"a pointer into {self.buffer.name} cannot be cast")
+        ramp = self.ramp and dtype == torch.int64  # int64 surely holds every lane
         return Value((self.data if ramp else self.lanes).to(dtype), self.shape, None, ramp)
 
 
@@ -708,10 +709,10 @@ class Value:
 # lands in nanoserve/kernels/tlsim/values.py: Value.__getitem__, Value.__index__ and 2 more
 class Value(Value):
     def __getitem__(self, index: Any) -> "Value":
-        """x[:, None] and the like: new axes of size 1, which is all that Triton can index."""
+        """x[:, None] and the like: new axes of size 1, the only index that Triton has."""
         index = index if isinstance(index, tuple) else (index,)
         if [i for i in index if i is not None] != [slice(None)] * len(self.shape):
-            raise fault(f"a block of shape {list(self.shape)} is indexed by None and : alone")
+            raise fault(f"a block of shape {list(self.shape)} can be indexed only by None and :")
         ramp, sizes = self.ramp and index[-1] is not None, iter(self.shape)
         data = self.data if ramp else self.lanes
         for axis, i in enumerate(index):
@@ -720,14 +721,14 @@ class Value(Value):
         return Value(data, shape, self.buffer, ramp)
 
     def __index__(self) -> int:
-        raise fault("this must be known when the kernel is compiled: a number, or tl.constexpr")
+        raise fault("this value must be known at compile time: a number or tl.constexpr")
 
     def __bool__(self) -> bool:
         if self.shape:
             raise fault("a block is neither true nor false: use tl.where, or &, | and ~ on masks")
         if self.data.numel() > 1:
             raise fault(
-                "in lockstep all programs take one path, and this condition depends on the "
+                "in lockstep all programs take the same branch, but this condition depends on the "
                 'program: use a mask, or tlsim.options(order="serial")'
             )
         return bool(self.data)
@@ -764,7 +765,7 @@ def _division(op: Callable) -> tuple[Callable, Callable]:
 def _quotient(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     if a.is_floating_point():
         raise fault("// is for integers: use / and tl.floor")
-    return torch.div(a, b, rounding_mode="trunc")  # as in C, and not in Python: -7 // 2 is -3
+    return torch.div(a, b, rounding_mode="trunc")  # towards 0, as in C: -7 // 2 is -3
 
 
 def _comparison(op: Callable) -> Callable:
@@ -842,8 +843,8 @@ Operand = Value | int | float | bool
 
 
 def as_value(x: Operand, beside: Value | None = None) -> Value:
-    """A number in the dtype that Triton gives it: int1, int32 (int64 for a large one) or float32;
-    or in the dtype of `beside`, the other operand, if that has the same kind or a wider one."""
+    """A number as a Value. It has the dtype of `beside`, the other operand, if that is of the same
+    kind or a wider kind (bool, integer, float); else int1, int32 (int64 if large) or float32."""
     if isinstance(x, Value):
         return x
     if not isinstance(x, int | float):
@@ -869,8 +870,8 @@ def _kind(dtype: torch.dtype) -> int:
 
 
 def paired(a: Operand, b: Operand) -> tuple[Value, Value]:
-    """Two operands in the dtype that Triton computes in: torch's choice, except that bfloat16 with
-    float16 gives float16, and bfloat16 with any other dtype gives float32."""
+    """Two operands in the dtype that Triton computes in. This is torch's choice, except that
+    bfloat16 with float16 gives float16, and bfloat16 with any other dtype gives float32."""
     if not isinstance(a, Value):
         a = as_value(a, b if isinstance(b, Value) else None)
     if not isinstance(b, Value):
@@ -904,7 +905,7 @@ def broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
 
 
 def spread(data: torch.Tensor, rank: int) -> torch.Tensor:
-    """Give data [x, y, z, ...] axes of size 1 behind the grid's, up to a block's rank."""
+    """Give data [x, y, z, ...] axes of size 1 after the grid's axes, up to a block's rank."""
     for _ in range(rank + 3 - data.dim()):
         data = data.unsqueeze(3)
     return data
@@ -915,19 +916,19 @@ def combine(op: Callable, *values: Value) -> Value:
     shape = joint_shape(*[x.shape for x in values])
     for x in values:
         if x.buffer:
-            raise fault(f"pointers into {x.buffer.name} can be moved by integers, no more")
+            raise fault(f"a pointer into {x.buffer.name} allows only + and - of integers")
     try:
         return Value(op(*[spread(x.lanes, len(shape)) for x in values]), shape)
-    except RuntimeError as error:  # torch's, of dtypes that the operator does not take
+    except RuntimeError as error:  # of torch, for a dtype that the operator does not support
         raise fault(str(error)) from None
 
 
 def _sum(a: Operand, b: Operand) -> Value:
-    """a + b. A pointer stays a pointer; a ramp stays a ramp where b is the same in all lanes."""
+    """a + b. A pointer stays a pointer. Adding the same number to all lanes keeps a ramp a ramp."""
     a, b = paired(a, b)
     buffer = a.buffer or b.buffer
     if buffer and ((a.buffer and b.buffer) or _kind(a.data.dtype) + _kind(b.data.dtype) != 2):
-        raise fault(f"pointers into {buffer.name} can be moved by integers, no more")
+        raise fault(f"a pointer into {buffer.name} allows only + and - of integers")
     ramp, other = (a, b) if a.ramp else (b, a)
     stays = ramp.ramp and not other.ramp and (not other.shape or other.data.shape[-1] == 1)
     shape = joint_shape(a.shape, b.shape)
@@ -948,8 +949,8 @@ def _sum(a: Operand, b: Operand) -> Value:
 def load(pointer: Value, mask: Operand | None = None, other: Operand | None = None, **_) -> Value:
     """tl.load: the elements at the pointers where the mask is true, and `other` elsewhere.
 
-    Without `other`, those lanes are undefined on a GPU, and NaN here (0 for integers). Where the
-    last axis is a ramp, rows are read whole. Hints about caches are accepted and ignored.
+    Without `other`, the other lanes are undefined on a GPU, and NaN in tlsim (0 for integers). If
+    the last axis is a ramp, whole rows are read. Hints about caches are accepted and ignored.
     """
     if other is not None and mask is None:
         raise fault("tl.load takes `other` only with a mask")
@@ -957,7 +958,7 @@ def load(pointer: Value, mask: Operand | None = None, other: Operand | None = No
     flat, first = pointer.buffer.flat, pointer.data
     width = pointer.shape[-1] if pointer.ramp else 1
     if pointer.ramp and first.min() >= 0 and first.max() <= len(flat) - width:
-        data = flat.unfold(0, width, 1)[first.squeeze(-1)]  # every window of `width`, by its start
+        data = flat.unfold(0, width, 1)[first.squeeze(-1)]  # all windows of `width`, by start
     elif len(flat):  # lanes outside the mask may point anywhere
         data = flat[pointer.lanes.clamp(0, len(flat) - 1)]
     else:
@@ -968,7 +969,7 @@ def load(pointer: Value, mask: Operand | None = None, other: Operand | None = No
         data = torch.where(mask, data, _lanes_for(pointer, other, "a value").to(flat.dtype))
     if current().options.poison and flat.is_floating_point():
         stale = data.isnan() if live is None else data.isnan() & live
-        _refuse(stale, pointer, "reads a NaN, so a slot that nobody owns,")
+        _refuse(stale, pointer, "loads a NaN, so a slot without an owner,")
     return Value(data, pointer.shape)
 
 
@@ -978,7 +979,7 @@ def store(pointer: Value, value: Operand, mask: Operand | None = None, **_) -> N
 
 
 def atomic_add(pointer: Value, value: Operand, mask: Operand | None = None, **_) -> None:
-    """tl.atomic_add: add to memory; lanes and programs may add to the same address.
+    """tl.atomic_add: add to memory. Several lanes or programs may add to one address.
 
     Triton returns the old values. They depend on the order of programs, so tlsim returns None.
     """
@@ -998,7 +999,7 @@ def _lanes_for(pointer: Value, x: Operand, what: str) -> torch.Tensor:
     """x's lanes, in a shape that broadcasts to the pointer's lanes."""
     x = as_value(x)
     if not broadcasts(x.shape, pointer.shape):
-        raise fault(f"{what} of shape {list(x.shape)} for {list(pointer.shape)} pointers")
+        raise fault(f"{what} of shape {list(x.shape)} does not fit pointers {list(pointer.shape)}")
     return spread(x.lanes, len(pointer.shape))
 
 
@@ -1012,14 +1013,14 @@ def _everywhere(pointer: Value, live: torch.Tensor | None) -> tuple[torch.Tensor
 def _access(
     kind: str, pointer: Value, mask: Operand | None
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """(mask, lanes of the mask in active programs); None stands for all lanes."""
+    """Return (mask, mask within active programs); None stands for all lanes. Check and record."""
     if not isinstance(pointer, Value) or not pointer.buffer:
-        raise fault(f"tl.{kind} wants pointers, got {getattr(pointer, 'dtype', pointer)}")
+        raise fault(f"tl.{kind} needs pointers, got {getattr(pointer, 'dtype', pointer)}")
     wave, trace = current(), _trace.get()
     if mask is not None:
         mask = _lanes_for(pointer, mask, "a mask")
         if mask.dtype != torch.bool:
-            raise fault(f"a mask is int1, and this one {mask.dtype}: compare it with something")
+            raise fault(f"a mask must be int1, as a comparison returns it, got {mask.dtype}")
         mask = None if mask.numel() == 1 and bool(mask) else mask
     live = mask
     if wave.active is not None:
@@ -1042,7 +1043,7 @@ def _check(kind: str, pointer: Value, live: torch.Tensor | None) -> None:
     if kind == "store":
         place = flat.data_ptr(), flat.element_size()
         writers = wave.writers.get(place, flat.new_empty(0, dtype=torch.int64))
-        if len(writers) < len(flat):  # none yet, or those of a shorter argument at this address
+        if len(writers) < len(flat):  # first store, or first to a longer argument at this address
             rest = torch.full_like(flat[len(writers) :], -1, dtype=torch.int64)
             writers = wave.writers[place] = torch.cat([writers, rest])
         offsets, live = _everywhere(pointer, live)
@@ -1055,7 +1056,7 @@ def _check(kind: str, pointer: Value, live: torch.Tensor | None) -> None:
 
 
 def _refuse(wrong: torch.Tensor, pointer: Value, deed: str) -> None:
-    """Raise an error for the first lane where `wrong` is true."""
+    """Raise KernelError for the first lane where `wrong` is true."""
     if wrong.any():
         offsets, wrong = _everywhere(pointer, wrong)
         first = tuple(int(i) for i in wrong.nonzero()[0])
@@ -1084,22 +1085,22 @@ class Access:
     programs: torch.Tensor  # [programs], their numbers in the grid
     offsets: torch.Tensor  # [programs, *shape], in elements
     live: torch.Tensor  # [programs, *shape], the lanes that were accessed
-    coalesced: bool  # neighbouring lanes have neighbouring offsets: a row is one piece
+    coalesced: bool  # the lanes of a row have consecutive offsets
 
     @property
     def bytes(self) -> int:
-        """The bytes of all lanes that were accessed; the same address counts each time."""
+        """The bytes of all accessed lanes; an address counts as often as it is accessed."""
         return int(self.live.sum()) * self.itemsize
 
     @property
     def rows(self) -> int:
-        """The number of runs of lanes at consecutive offsets: 1 per row if coalesced."""
+        """The number of pieces of consecutive offsets: one per row if coalesced."""
         offsets, live = self.offsets.flatten(0, -2), self.live.flatten(0, -2)
         joined = live[:, 1:] & live[:, :-1] & (offsets[:, 1:] == offsets[:, :-1] + 1)
         return int(live.sum() - joined.sum())
 
     def of(self, program: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(offsets, live) of one program, by its number in the grid, both of the block's shape."""
+        """Return (offsets, live) of the program with this number, each in the block's shape."""
         index = int((self.programs == program).nonzero())
         return self.offsets[index], self.live[index]
 
@@ -1155,7 +1156,7 @@ float32, float64 = torch.float32, torch.float64
 
 
 class constexpr:
-    """A value known at compile time: marks a parameter, or wraps a global."""
+    """A value known at compile time: annotates a parameter, or wraps a global."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -1176,7 +1177,7 @@ def num_programs(axis: int) -> Value:
 def arange(start: int, end: int) -> Value:
     """start, start + 1, ... end - 1: an int32 block whose length is a power of two."""
     if not (isinstance(start, int) and isinstance(end, int)):
-        raise fault("the bounds of tl.arange are tl.constexpr: they are compiled into the program")
+        raise fault("the bounds of tl.arange must be tl.constexpr, known at compile time")
     (length,) = _block_shape(end - start)
     return Value(as_value(start).data[..., None], (length,), ramp=length > 1)
 
@@ -1185,9 +1186,9 @@ def _block_shape(*shape: Any) -> tuple[int, ...]:
     """The shape of a block, by Triton's rules: constants that are powers of two."""
     for size in shape:
         if not isinstance(size, int):
-            raise fault("the shape of a block is tl.constexpr: it is compiled into the program")
+            raise fault("the shape of a block must be tl.constexpr, known at compile time")
         if size < 1 or size & (size - 1):
-            raise fault(f"the sizes of a block are powers of two, and {size} is none")
+            raise fault(f"the sizes of a block must be powers of two, got {size}")
     return shape
 
 
@@ -1251,7 +1252,7 @@ class One(int):
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
             f"an integer argument equal to 1 is a constant in Triton, and has no .{name}: "
-            "this kernel would fail for 1 alone"
+            "this kernel would fail only when the argument is 1"
         )
 
 
@@ -1272,16 +1273,16 @@ class Kernel:
         return partial(self.launch, grid)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run inside another kernel, which calls this one."""
+        """Run this kernel inside another kernel, which calls it."""
         current()
         return self._function()(*args, **kwargs)
 
     def launch(self, grid: Any, *args: Any, **kwargs: Any) -> None:
-        """Run every program of the grid: up to three sizes, or a function of the arguments.
+        """Run every program of the grid: up to three sizes, or a function that returns them.
 
         Tensors become pointers to their first elements, and numbers become scalars; tl.constexpr
         parameters stay as they are. Raises TypeError for arguments that do not fit the signature,
-        and KernelError for an error in the kernel.
+        ValueError for a wrong grid or several devices, and KernelError for an error in the kernel.
         """
         try:
             bound = self.signature.bind(
@@ -1294,11 +1295,11 @@ class Kernel:
         grid = (grid,) if isinstance(grid, int) else grid
         sizes = isinstance(grid, tuple) and all(isinstance(n, int) and n >= 0 for n in grid)
         if not sizes or not 1 <= len(grid) <= 3:
-            raise ValueError(f"{self.__name__}: a grid is one to three sizes, got {grid}")
+            raise ValueError(f"{self.__name__}: a grid must be one to three sizes, got {grid}")
         grid += (1,) * (3 - len(grid))
         devices = {x.device for x in bound.arguments.values() if isinstance(x, torch.Tensor)}
         if len(devices) > 1:
-            raise ValueError(f"{self.__name__}: its tensors lie on {sorted(map(str, devices))}")
+            raise ValueError(f"{self.__name__}: needs one device, got {sorted(map(str, devices))}")
         options = _options.get(Options())
         function, writers = self._function(), {}
         for ids in _waves(grid, options):
@@ -1317,11 +1318,11 @@ class Kernel:
             start = torch.zeros(1, 1, 1, dtype=torch.int64, device=x.device)
             return Value(start, buffer=Buffer(name, x))
         if not isinstance(x, int | float):
-            raise TypeError(f"{self.__name__}: no kernel takes {name}, a {type(x).__name__}")
+            raise TypeError(f"{self.__name__}: {name} must not be a {type(x).__name__}")
         return One(1) if x is not True and x == 1 and isinstance(x, int) else as_value(x)
 
     def _function(self) -> Callable:
-        """The kernel as a Python function, with the values that its globals have now."""
+        """The kernel as a Python function, with the present values of its globals."""
         known = {**self.fn.__globals__, **inspect.getclosurevars(self.fn).nonlocals}
         namespace = {
             "__tlsim__": True,
@@ -1357,7 +1358,7 @@ def _waves(grid: tuple[int, int, int], options: Options) -> Iterator[tuple[torch
 
 
 def jit(fn: Callable) -> Kernel:
-    """Make a kernel of a function, jitted by triton.jit or not."""
+    """Make a tlsim kernel from a function, or from a kernel of triton.jit."""
     return fn if isinstance(fn, Kernel) else Kernel(fn)
 
 
@@ -1375,11 +1376,11 @@ def next_power_of_2(n: int) -> int:
 # %% jupyter={"source_hidden": true}
 # lands in nanoserve/kernels/tlsim/launch.py: _read, BUILTINS, REFUSED, _DTYPES, _translate, _TRITON
 def _read(fn: Callable) -> tuple[CodeType, set[str]]:
-    """(the kernel's source compiled with its loops rewritten, the names that it looks up)."""
+    """Return (the kernel compiled with its loops rewritten, the global names that it uses)."""
     try:
         lines, first = inspect.getsourcelines(fn)
     except (OSError, TypeError):
-        raise KernelError(f"{fn.__name__}: a kernel is read as source, and this has none") from None
+        raise KernelError(f"{fn.__name__}: the source of this kernel cannot be read") from None
     tree, file = ast.parse(textwrap.dedent("".join(lines))), inspect.getsourcefile(fn)
     ast.increment_lineno(tree, first - 1)
     [function] = tree.body
@@ -1394,11 +1395,11 @@ def _read(fn: Callable) -> tuple[CodeType, set[str]]:
         if isinstance(arg, ast.arg):
             arg.annotation = None
     names = {n.id for n in ast.walk(function) if isinstance(n, ast.Name)}
-    names -= {*fn.__code__.co_varnames, *fn.__code__.co_cellvars}  # its own
+    names -= {*fn.__code__.co_varnames, *fn.__code__.co_cellvars}  # the kernel's own variables
     return compile(ast.fix_missing_locations(Rewrite().visit(tree)), file, "exec"), names
 
 
-BUILTINS = {  # all of Python's that Triton has
+BUILTINS = {  # the built-in functions that a kernel may use
     **{f.__name__: f for f in (len, list, float, int, isinstance, getattr, hasattr, print, locals)},
     "range": language.range,
     "min": language.minimum,
@@ -1409,7 +1410,7 @@ _DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "fl
 
 
 def _translate(x: Any, use: str = "") -> Any:
-    """The counterpart in tlsim of a global that a kernel uses; refused where Triton refuses it."""
+    """tlsim's counterpart of a global of a kernel; KernelError for a global that Triton refuses."""
     home, kind = getattr(x, "__module__", None) or "", type(x)
     if isinstance(x, ModuleType):
         if x.__name__.startswith("triton.language"):
@@ -1426,7 +1427,7 @@ def _translate(x: Any, use: str = "") -> Any:
     if not use or home.startswith(__package__) or isinstance(x, type | torch.dtype):
         return x
     rule = "is not marked @triton.jit" if callable(x) else "is not wrapped in tl.constexpr"
-    raise KernelError(f"{use}, which {rule}: a kernel can see no other")
+    raise KernelError(f"{use}, which {rule}: a kernel can use no other globals")
 
 
 _TRITON = SimpleNamespace(

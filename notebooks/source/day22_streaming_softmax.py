@@ -219,7 +219,7 @@ def reshape(x: Value, shape: tuple[int, ...]) -> Value:
     """The same lanes, in row-major order, in another shape."""
     shape = _block_shape(*shape)
     if torch.Size(shape).numel() != torch.Size(x.shape).numel():
-        raise fault(f"a block of shape {list(x.shape)} has not as many lanes as {list(shape)}")
+        raise fault(f"cannot reshape {list(x.shape)} to {list(shape)}: the numbers of lanes differ")
     return Value(x.whole.reshape(*x.data.shape[:3], *shape), shape, x.buffer)
 
 
@@ -249,12 +249,12 @@ def where(condition: Operand, x: Operand, y: Operand) -> Value:
 
 
 def maximum(x: Operand, y: Operand) -> Value:
-    """The larger of two; where one is NaN, the other."""
+    """The larger of x and y; if one is NaN, the other."""
     return _elementwise(torch.fmax, x, y)
 
 
 def minimum(x: Operand, y: Operand) -> Value:
-    """The smaller of two; where one is NaN, the other."""
+    """The smaller of x and y; if one is NaN, the other."""
     return _elementwise(torch.fmin, x, y)
 
 
@@ -269,7 +269,7 @@ def abs(x: Operand) -> Value:
 
 
 def _function(op: Callable[[torch.Tensor], torch.Tensor], what: str) -> Callable[[Operand], Value]:
-    """A function of each lane that Triton defines for float32 and float64 alone."""
+    """A function of each lane that Triton defines for float32 and float64 only."""
 
     def apply(x: Operand) -> Value:
         if (x := as_value(x)).dtype not in (torch.float32, torch.float64):
@@ -293,9 +293,9 @@ def cdiv(x: Operand, y: Operand) -> Operand:
 
 
 def static_assert(condition: bool, message: str = "") -> None:
-    """Raise an error where a condition on constants is false."""
+    """Raise KernelError if a condition on constants is false."""
     if not condition:
-        raise fault(message or "tl.static_assert does not hold")
+        raise fault(message or "tl.static_assert: the condition is false")
 
 
 # %% [markdown]
@@ -307,21 +307,21 @@ def static_assert(condition: bool, message: str = "") -> None:
 # %% jupyter={"source_hidden": true}
 # lands in nanoserve/kernels/tlsim/language.py: sum, max, min, _widened, _reduce, dot, __getattr__
 def sum(x: Value, axis: int | None = None, keep_dims: bool = False) -> Value:
-    """The sum over an axis, or over all; narrow integers are summed in 32 bits."""
+    """The sum over an axis, or over all axes; short integers are summed in 32 bits."""
     x = x if x.dtype.is_floating_point else _widened(x)
     return _reduce(x.summed, x.shape, axis, keep_dims)
 
 
 def max(x: Value, axis: int | None = None, keep_dims: bool = False) -> Value:
-    """The largest lane along an axis, or of all, in 32 bits at least.
+    """The largest lane along an axis, or of all lanes, in 32 bits at least.
 
-    The result is NaN where a lane is NaN. On a GPU it is the largest of the other lanes.
+    The result is NaN if a lane is NaN. A GPU ignores NaN lanes instead.
     """
     return _reduce(_widened(x).whole.amax, x.shape, axis, keep_dims)
 
 
 def min(x: Value, axis: int | None = None, keep_dims: bool = False) -> Value:
-    """The smallest lane along an axis, or of all, in 32 bits at least."""
+    """The smallest lane along an axis, or of all lanes, in 32 bits at least; NaN as in max."""
     return _reduce(_widened(x).whole.amin, x.shape, axis, keep_dims)
 
 
@@ -352,16 +352,16 @@ def dot(
 ) -> Value:
     """The matrix product of blocks [.., m, k] and [.., k, n], plus acc, summed in float32.
 
-    On a GPU float32 operands are rounded to TF32 unless input_precision="ieee"; never in tlsim.
+    A GPU rounds float32 operands to TF32 unless input_precision="ieee"; tlsim never rounds them.
     """
     if a.dtype != b.dtype:
-        raise fault(f"tl.dot wants operands of one dtype, got {a.dtype} and {b.dtype}")
+        raise fault(f"tl.dot needs operands of one dtype, got {a.dtype} and {b.dtype}")
     if len(a.shape) != len(b.shape) or len(a.shape) < 2 or a.shape[-1] != b.shape[-2]:
         raise fault(f"tl.dot cannot multiply {list(a.shape)} by {list(b.shape)}")
     if a.shape[-1] < (least := 32 if a.dtype.itemsize == 1 else 16):
-        raise fault(f"tl.dot sums over {least} lanes at least, as tensor cores do: {a.shape[-1]}")
+        raise fault(f"tl.dot must sum over at least {least} lanes, got {a.shape[-1]}")
     if not a.dtype.is_floating_point and a.dtype != torch.int8:
-        raise fault(f"tl.dot multiplies floats, and of the integers int8, not {a.dtype}")
+        raise fault(f"tl.dot multiplies floats or int8, not {a.dtype}")
     product = torch.matmul(_widened(a).whole, _widened(b).whole)
     product = product.to(out_dtype) if a.dtype == float16 else product
     out = Value(product, (*a.shape[:-1], b.shape[-1]))
@@ -369,7 +369,7 @@ def dot(
 
 
 def __getattr__(name: str) -> Any:
-    raise AttributeError(f"tlsim has no tl.{name}: it speaks what the course needs of Triton")
+    raise AttributeError(f"tlsim has no tl.{name}: it has the part of Triton that the course uses")
 
 
 # %% [markdown]
@@ -402,8 +402,8 @@ import operator
 # %% jupyter={"source_hidden": true}
 # lands in nanoserve/kernels/tlsim/values.py: Product
 class Product(Value):
-    """a * b in float32, computed when `data` is first used. A sum over it does not use `data`: the
-    sum is one matrix product of torch, with the grid's axes among its rows and columns."""
+    """a * b in float32, computed when `data` is first used. A sum over a Product does not use
+    `data`: torch.einsum multiplies and sums in one call, over the grid's axes and the block's."""
 
     __slots__ = ("_data", "factors")
 
@@ -461,7 +461,7 @@ from nanoserve.kernels.tlsim.grid import current
 # %% jupyter={"source_hidden": true}
 # lands in nanoserve/kernels/tlsim/loops.py: Range, Loop
 class Range:
-    """tl.range, and range in a kernel: a bound is a number, or a value that differs by program."""
+    """tl.range, and range in a kernel. A bound is a number, or a value that differs by program."""
 
     def __init__(self, start: Operand, stop: Operand | None = None, step: int = 1, **_) -> None:
         start, stop = (0, start) if stop is None else (start, stop)
@@ -469,7 +469,7 @@ class Range:
         self.start, self.step = paired(start, as_value(step))
         self.stop = stop
         if any(x.shape or x.dtype.is_floating_point for x in (start, stop, self.step)):
-            raise fault("the bounds of a loop are integers, not blocks or fractions")
+            raise fault("the bounds of a loop must be integers, not blocks or fractions")
         if not bool((self.step.data > 0).all()):
             raise fault("the step of a loop must be above 0")
 
@@ -477,16 +477,16 @@ class Range:
 class Loop:
     """A running loop: the programs still in it, and the values that iterations pass on.
 
-    A finished program keeps its `carried` values. Their dtype and shape never change, since a
-    compiled loop has one register for each.
+    A finished program keeps its `carried` values. A carried value never changes its dtype or shape,
+    because a compiled loop has one register for each.
     """
 
     def __init__(self, bounds: Any, names: tuple[str, ...], before: dict[str, Any]) -> None:
         if not isinstance(bounds, Range):
-            raise fault("a kernel loops over range, tl.range or tl.static_range alone")
+            raise fault("a kernel loops only over range, tl.range or tl.static_range")
         self.bounds, self.names = bounds, names
         self.carried = {name: as_value(before[name]) for name in names if name in before}
-        self.active: torch.Tensor | None = None  # [x, y, z]; None is all
+        self.active: torch.Tensor | None = None  # [x, y, z]; None: all programs
 
     def __iter__(self) -> Iterator[Value]:
         start, stop, step = self.bounds.start, self.bounds.stop, self.bounds.step
@@ -503,7 +503,7 @@ class Loop:
             wave.active = outer
 
     def carry(self, now: dict[str, Any]) -> tuple[Any, ...]:
-        """The names' values after an iteration; finished programs get their old values back."""
+        """The names' values after an iteration; in finished programs, the values before it."""
         for name, old in self.carried.items():
             self.carried[name] = now[name] = self._carry(name, old, as_value(now[name]))
         return tuple(now.get(name) for name in self.names)
@@ -512,8 +512,8 @@ class Loop:
         if (old.dtype, old.shape) != (new.dtype, new.shape):
             was, became = (f"{list(v.shape)} {v.dtype}" for v in (old, new))
             raise fault(
-                f"{name} goes into the loop as {was} and comes round as {became}: what a loop "
-                "carries keeps its shape and type"
+                f"{name} enters the loop as {was} and ends an iteration as {became}: a variable "
+                "of a loop must keep its shape and dtype"
             )
         if self.active is None:
             return new
@@ -556,13 +556,13 @@ def named(x: Any) -> Any:
 
 
 class Rewrite(ast.NodeTransformer):
-    """Rewrite loops so that they carry names bound before them: `for i in range(n): body` becomes
+    """Rewrite loops to carry the names bound before them. `for i in range(n): body` becomes
 
     loop = Loop(range(n), ("a", "b"), locals())
     for i in loop:
         body
         a, b = loop.carry(locals())
-    i = c = None; del i, c  # names bound in the body alone end with the loop
+    i = c = None; del i, c  # names bound only in the body end with the loop
     """
 
     def __init__(self) -> None:
@@ -584,7 +584,7 @@ class Rewrite(ast.NodeTransformer):
 
     def visit_For(self, node: ast.For) -> list[ast.stmt]:
         if ast.unparse(node.iter).partition("(")[0].endswith("static_range"):
-            return [self.generic_visit(node)]  # unrolled, over plain numbers
+            return [self.generic_visit(node)]  # unrolled: i is a plain number
         before, body = self.bound.copy(), ast.Module(node.body)
         stored = {
             n.id for n in ast.walk(body) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
@@ -842,7 +842,7 @@ def paged_attention_kernel(
     BLOCK_D: tl.constexpr,  # head_dim, padded to a power of two
     TILE: tl.constexpr,  # keys in one iteration of the loop
 ):
-    """Attention of one query of one head over the keys up to its own, TILE keys at a time.
+    """Attention of one query of one head over the keys up to its position, TILE keys at a time.
 
     Streaming softmax (Milakov and Gimelshein 2018): m is the largest score so far, l the sum of
     exp(score - m), acc the sum of exp(score - m) * value.
@@ -855,13 +855,13 @@ def paged_attention_kernel(
 
     q = tl.load(q_ptr + head * q_head + query * q_seq + dim, mask=in_head, other=0.0)
     q = q.to(tl.float32) * scale  # [BLOCK_D]
-    visible = kv_len - query_len + query + 1  # number of keys up to the query's own
+    visible = kv_len - query_len + query + 1  # number of keys up to the query's position
     m = float("-inf")
     l = 0.0
     acc = tl.zeros((BLOCK_D,), tl.float32)
     for start in range(0, visible, TILE):
         position = start + tl.arange(0, TILE)
-        held = position < kv_len  # false in the last tile, behind the last key
+        held = position < kv_len  # false in the last tile, after the last key
         # int64: with eight heads of 128 channels, offsets pass 32 bits at slot 2,097,152
         slot = tl.load(slot_ptr + position, mask=held, other=0).to(tl.int64)
         mask = held[:, None] & in_head[None, :]

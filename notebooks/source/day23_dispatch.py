@@ -82,7 +82,7 @@ from nanoserve.kernels.sizes import next_power_of_2
 simulated = tlsim.jit(paged_attention_kernel)
 print("the same function:", simulated.fn is paged_attention_kernel.fn)
 source = inspect.getsource(simulated.fn)
-print("names that only one engine knows:", [x for x in ("torch", "tlsim", "cuda") if x in source])
+print("names that only one runtime binds:", [x for x in ("torch", "tlsim", "cuda") if x in source])
 
 # %% [markdown]
 # Which runtimes can run it here? Triton is published for Linux alone. Compiled, the kernel needs an
@@ -100,7 +100,7 @@ LEAST_CAPABILITY = (7, 5)  # that of a T4; Triton does not support older GPUs
 
 
 def has_triton() -> bool:
-    """Whether Triton can be imported. Triton is published for Linux alone."""
+    """Whether Triton can be imported. Triton is published for Linux only."""
     try:
         import triton
     except ImportError:
@@ -207,14 +207,15 @@ def launch(
     scale: float | None = None,
     tile: int = 128,
 ) -> torch.Tensor:
-    """Launch paged_attention_kernel, jitted by Triton or by tlsim: a program per query and head.
+    """Launch paged_attention_kernel, jitted by Triton or by tlsim: one program per query and head.
 
-    Arguments and result as for paged_attention_reference, and any strides of q and the pools but
-    the last; `tile` is the number of keys in one iteration of the kernel's loop, a power of two.
+    Arguments and result as for paged_attention_reference. q and the pools may have any strides, but
+    head_dim's must be 1. `tile` is the number of keys in one iteration of the kernel's loop, a
+    power of two.
     """
     _, n_q, query_len, head_dim = q.shape
-    # The kernel reads the mapping at stride 1. Copying a strided one costs 8 bytes a token, where
-    # a key and a value cost hundreds; the engine's own mapping is contiguous and not copied.
+    # The kernel reads the mapping at stride 1. Copying a strided mapping moves 8 bytes per token; a
+    # key and a value have hundreds. The engine's own mapping is contiguous, so it is not copied.
     slot_mapping = slot_mapping.contiguous()
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     kernel[(query_len, n_q)](
@@ -305,11 +306,11 @@ def check_attention(
     n_rep: int,
     check_slots: bool | None = None,
 ) -> None:
-    """Raise a ValueError that names the argument, where a kernel would compute a wrong result.
+    """Raise a ValueError that names the argument if a kernel would compute a wrong result.
 
-    Checks shapes, dtypes, devices and head_dim's stride. The values in slot_mapping are checked on
-    a CPU only: reading them on a GPU waits for the GPU. `check_slots=True`, or
-    NANOSERVE_CHECK_SLOTS=1, checks them on a GPU too.
+    Arguments as for paged_attention_reference. Checks shapes, dtypes, devices and head_dim's
+    stride. Checks the values in slot_mapping on a CPU only, because reading them on a GPU waits for
+    the GPU. `check_slots=True`, or NANOSERVE_CHECK_SLOTS=1, checks them on a GPU too.
     """
     if q.dim() != 4 or q.shape[0] != 1:
         raise ValueError(f"q must be [1, n_q, query_len, head_dim], got {list(q.shape)}")
@@ -321,7 +322,9 @@ def check_attention(
                 f"{list(pool.shape)}"
             )
     if k_pool.shape != v_pool.shape:
-        raise ValueError(f"k_pool is {list(k_pool.shape)} and v_pool {list(v_pool.shape)}")
+        raise ValueError(
+            f"k_pool and v_pool must have one shape, got {list(k_pool.shape)}, {list(v_pool.shape)}"
+        )
     num_slots, n_kv, _ = k_pool.shape
     if n_q != n_kv * n_rep:
         raise ValueError(f"n_rep {n_rep} does not fit {n_q} query heads and {n_kv} KV heads")
@@ -333,15 +336,15 @@ def check_attention(
     kv_len = len(slot_mapping)
     if not 1 <= query_len <= kv_len:
         raise ValueError(
-            f"q has {query_len} positions and slot_mapping {kv_len}: the mapping includes q's own"
+            f"q has {query_len} positions and slot_mapping {kv_len}: the mapping must include q's"
         )
     if q.dtype not in DTYPES:
-        raise ValueError(f"q is {q.dtype}, and must be float32, float16 or bfloat16")
+        raise ValueError(f"q must be float32, float16 or bfloat16, got {q.dtype}")
     for name, x in (("q", q), ("k_pool", k_pool), ("v_pool", v_pool)):
         if x.dtype != q.dtype:
             raise ValueError(f"{name} is {x.dtype} and q {q.dtype}: all must be the same")
         if x.stride(-1) != 1:
-            raise ValueError(f"{name}'s head_dim must be contiguous, its stride is {x.stride(-1)}")
+            raise ValueError(f"{name}'s head_dim must be contiguous, got stride {x.stride(-1)}")
     for name, x in (("k_pool", k_pool), ("v_pool", v_pool), ("slot_mapping", slot_mapping)):
         if x.device != q.device:
             raise ValueError(f"{name} lies on {x.device} and q on {q.device}")
@@ -351,7 +354,7 @@ def check_attention(
         low, high = (int(slot) for slot in slot_mapping.aminmax())
         if low < 0 or high >= num_slots:
             wrong = low if low < 0 else high
-            raise ValueError(f"slot_mapping names slot {wrong}, and the pools have {num_slots}")
+            raise ValueError(f"slot_mapping has slot {wrong}, but the pools have {num_slots}")
 
 
 # %%
@@ -399,7 +402,7 @@ def paged_attention_triton(
     n_rep: int,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Paged attention by Triton, compiled, or interpreted where TRITON_INTERPRET=1 was set.
+    """Paged attention by Triton: compiled, or interpreted if TRITON_INTERPRET=1 was set.
 
     Arguments and result as for paged_attention_reference; ValueError as for check_attention.
     """
@@ -429,7 +432,7 @@ def paged_attention_tlsim(
 
 
 _simulated = cache(tlsim.jit)  # reads the source of a kernel once
-LANES = 1 << 15  # keys in the tiles of all programs of a wave, so that they fit the CPU's cache
+LANES = 1 << 15  # keys per loop iteration, over all programs of a wave; they fit the CPU's cache
 
 # %% [markdown]
 # ## Your turn: `choose`
@@ -507,7 +510,10 @@ def select_backend(device: torch.device | str) -> str:
 
 @contextmanager
 def use_backend(name: str) -> Iterator[None]:
-    """Run paged attention with one backend of BACKENDS inside a `with` block, for experiments."""
+    """Run paged attention with one backend of BACKENDS inside a `with` block, for experiments.
+
+    Raises ValueError for another name.
+    """
     _check_name(name)
     token = _override.set(name)
     try:
@@ -526,8 +532,8 @@ def _check_name(name: str) -> None:
 
 @cache
 def _warn_fallback(gpu: str, reason: str) -> None:
-    """One warning per GPU: a @cache'd function runs once for the same arguments."""
-    warnings.warn(f"tlsim takes the place of Triton on {gpu}: {reason}", stacklevel=3)
+    """Warn once per GPU: @cache makes the function run once for the same arguments."""
+    warnings.warn(f"paged attention falls back to tlsim on {gpu}: {reason}", stacklevel=3)
 
 
 # %%
@@ -593,8 +599,8 @@ def paged_attention_dispatch(
 ) -> torch.Tensor:
     """Paged attention by the backend that select_backend chooses for q's device.
 
-    Arguments and result as for paged_attention_reference, within `tolerance` of it for every
-    backend. Raises ValueError as check_attention and select_backend do.
+    Arguments and result as for paged_attention_reference; every backend's result is within
+    `tolerance` of the reference's. Raises ValueError as check_attention and select_backend do.
     """
     backend = select_backend(q.device)
     if backend == "triton":
@@ -667,8 +673,8 @@ from pathlib import Path
 
 # %% jupyter={"source_hidden": true}
 # lands in nanoserve/bench/agreement.py: Runtime, BLOCK, AttentionShape, SHAPES and 3 more
-Runtime = Callable[..., torch.Tensor]  # has paged_attention_reference's arguments and result
-BLOCK = 16  # tokens in a block of the drawn pools
+Runtime = Callable[..., torch.Tensor]  # arguments and result of paged_attention_reference
+BLOCK = 16  # tokens in a block of draw's pools
 
 
 @dataclass(frozen=True)
@@ -699,8 +705,8 @@ SHAPES = (
 class AgreementRow:
     """One runtime on one shape in one dtype.
 
-    `largest` is the largest absolute difference from the oracle. `used` is the largest fraction of
-    tolerance(dtype) that an element uses: a runtime agrees where it is at most 1.
+    `largest` is the largest absolute difference from the oracle. `used` is the largest ratio of a
+    difference to tolerance(dtype): a runtime agrees if `used` is at most 1.
     """
 
     shape: str
@@ -720,10 +726,10 @@ def agreement(
     dtypes: Sequence[torch.dtype] = DTYPES,
     device: torch.device | str = "cpu",
 ) -> list[AgreementRow]:
-    """Run every runtime on every shape, on `device`; compare with the oracle on the CPU.
+    """Run every runtime on every shape and dtype, on `device`; compare with the oracle on the CPU.
 
-    The inputs are `draw`'s: scattered blocks, NaN in every other slot, and q in the layout that
-    gqa_attention makes (positions before heads in memory).
+    The inputs are those of `draw`: scattered blocks, NaN in all slots outside the mapping, and q in
+    the memory layout of gqa_attention (positions before heads).
     """
     rows = []
     for dtype in dtypes:
@@ -741,7 +747,10 @@ def agreement(
 
 
 def draw(shape: AttentionShape, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """Random (q, k_pool, v_pool, slot_mapping) of a shape; the same numbers at each call."""
+    """Random (q, k_pool, v_pool, slot_mapping), as paged_attention_reference takes them.
+
+    Every call returns the same numbers for a shape.
+    """
     random = torch.Generator().manual_seed(shape.kv_len)
     q = torch.randn(1, shape.query_len, shape.n_q, shape.head_dim, generator=random)
     blocks = -(-shape.kv_len // BLOCK)
@@ -766,7 +775,7 @@ DATA = Path("notebooks/data")  # where runs are recorded, from the root of a clo
 def machine(
     device: torch.device | str, packages: Sequence[str] = ("torch", "triton")
 ) -> dict[str, object]:
-    """The machine as every recorded run and `nanoserve doctor` describe it.
+    """The description of this machine in every recorded run and in `nanoserve doctor`.
 
     Keys: device, driver and cuda (None without an NVIDIA GPU), platform, threads, versions (None
     for a package that is not installed), date.
@@ -808,10 +817,10 @@ def _version(package: str) -> str | None:
 def save_run(run: Mapping[str, object], benchmark: str, folder: Path = DATA) -> Path:
     """Write a run as JSON, for example as attention_h200.json for an "NVIDIA H200".
 
-    `run` holds the keys of `machine` and its own. Raises ValueError where the folder is missing.
+    `run` holds the keys of `machine` and its own. Raises ValueError if the folder is missing.
     """
     if not folder.is_dir():
-        raise ValueError(f"no folder {folder.as_posix()} here: record at the root of a clone")
+        raise ValueError(f"no folder {folder.as_posix()} here: run this at the root of a clone")
     device = str(run["device"]).lower().removeprefix("nvidia ")
     path = folder / f"{benchmark}_{re.sub(r'[^a-z0-9]+', '_', device).strip('_')}.json"
     path.write_text(json.dumps(run, indent=1) + "\n", encoding="utf-8")
@@ -827,7 +836,7 @@ def save_run(run: Mapping[str, object], benchmark: str, folder: Path = DATA) -> 
 # %% jupyter={"source_hidden": true}
 # lands in nanoserve/bench/agreement.py: runtimes_of, main
 def runtimes_of(device: torch.device) -> dict[str, Runtime]:
-    """The runtimes that can run the kernel on a device, in this process, by name."""
+    """The runtimes that can run the kernel on a device in this process: {name: function}."""
     runtimes = {"tlsim": paged_attention_tlsim}
     if why_not_triton(device) is None:
         interpreted = os.environ.get("TRITON_INTERPRET") == "1"
@@ -836,9 +845,9 @@ def runtimes_of(device: torch.device) -> dict[str, Runtime]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the machine and all rows as JSON; with --record, write them to a file too.
+    """Print the machine and all rows as JSON; with --record, also write them to a file.
 
-    Where a row does not agree, print it to stderr, record nothing and exit with code 1.
+    If a row does not agree, print the row to stderr, record nothing and exit with code 1.
     """
     parser = argparse.ArgumentParser(prog="python -m nanoserve.bench.agreement")
     parser.add_argument("--record", nargs="?", const=DATA, type=Path, metavar="FOLDER")
@@ -852,7 +861,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(json.dumps(run))
     wrong = [row for row in rows if not row.agrees]
     for row in wrong:
-        print(f"{row.runtime} is {row.largest:.1e} off: {row.shape}, {row.dtype}", file=sys.stderr)
+        where = f"{row.shape}, {row.dtype}"
+        print(f"{row.runtime} differs by {row.largest:.1e}: {where}", file=sys.stderr)
     if wrong:
         sys.exit(1)
     if folder:
@@ -1018,7 +1028,8 @@ def compiled_for(capability):
 
 
 # %% tags=["nbval-ignore-output"]
-for capability in (75, 80, 90, 100) if has_triton() else ():
+able = has_triton() and os.environ.get("TRITON_INTERPRET") != "1"
+for capability in (75, 80, 90, 100) if able else ():
     binary = compiled_for(capability)
     shared, ptx = binary.metadata.shared, binary.asm["ptx"].splitlines()
     target = next(line for line in ptx if line.startswith(".target"))
@@ -1034,8 +1045,8 @@ for capability in (75, 80, 90, 100) if has_triton() else ():
     print(f"{len(code):,} instructions,".rjust(35), counts)
     assert f"sm_{capability}" in target
     assert 0 <= shared <= 64 * 1024
-if not has_triton():
-    print("Triton is not installed here: there is nothing to compile with.")
+if not able:
+    print("To compile here, install Triton and unset TRITON_INTERPRET.")
 
 # %% [markdown]
 # Few lines of Python became many lines of PTX. A part of them are instructions, written out for each

@@ -140,7 +140,7 @@ class ScalingFit:
     def regime(self) -> str:
         """The name in REGIMES for the exponent: "flat" up to 0.2, "linear" from 0.8 to 1.2, ...
 
-        A "falling" time (exponent below -0.2) was ruled by something other than the length.
+        A "falling" time (exponent below -0.2) depends mainly on something other than the length.
         """
         return next(name for most, name in REGIMES if self.exponent <= most)
 
@@ -164,8 +164,8 @@ def power_law(lengths: Sequence[float], seconds: Sequence[float]) -> tuple[float
 def fit_scaling(lengths: Sequence[float], seconds: Sequence[float]) -> ScalingFit:
     """Fit a power law to the seconds measured at some lengths.
 
-    Raises ValueError where the two sequences differ in length, for fewer than three points (two
-    points fit any line), for lengths that are all equal, and for a number that is not positive and
+    Raises ValueError if the two sequences differ in length, for fewer than three points (a line
+    fits any two points), for lengths that are all equal, and for a number that is not positive and
     finite.
     """
     if len(lengths) != len(seconds):
@@ -335,7 +335,7 @@ fig
 # grows that way. On the right are the same dots in two parts. A short end flatter than the long end means that part
 # of its time is the start of a dozen small operations. A long end below 1 means that a fixed part remains even at
 # 4,096. It can also come out above 1: then the longest sweep no longer fits in a cache of your processor, and each
-# byte costs more than before.
+# byte costs more than before; or other work ran beside yours. Run the cell again to tell these apart.
 #
 # So: quote the exponent **with its range**, and the cost of a token **at the largest `kv_len`**. And the two paths?
 # They compute the same sum. Where your two exponents, or your two costs, differ by less than two runs of this cell

@@ -121,17 +121,17 @@ KV_LENS = tuple(64 << i for i in range(9))  # 64 to 16,384 tokens
 # Bytes of K and V to read between two visits to a layer, so that the layer has left the L2 cache:
 # an H200's L2 holds half as many.
 ROTATED = 128 << 20
-AttentionPath = Callable[[int], torch.Tensor]  # of a layer: the attention of one new token there
+AttentionPath = Callable[[int], torch.Tensor]  # called with a layer: the attention of one new token
 
 
 def attention_paths(
     cache: PagedKVCache, step: Mapping[str, torch.Tensor], n_rep: int
 ) -> dict[str, AttentionPath]:
-    """Three code paths, by name. Each writes the step's k and v into a layer; then q attends.
+    """Three code paths, by name. Each writes the step's k and v to a layer; then q attends.
 
     "dispatched" is the cache's own method, with the backend that select_backend chooses. "gather"
-    copies K and V out of the pool and attends. "reference" is the oracle, over a slot mapping that
-    is made here from the block table, so that it shares no mapping with the cache.
+    copies K and V out of the pool and attends. "reference" is the oracle, with a slot mapping of
+    its own, made from the block table: a wrong mapping in the cache then shows as a difference.
     """
     q, k, v = step["q"], step["k"], step["v"]
     kv_len = cache.seq_len + 1
@@ -156,9 +156,9 @@ def attention_paths(
 def check_paths(paths: Mapping[str, AttentionPath], layers: Sequence[int], where: str = "") -> None:
     """Compare every code path with "reference" on these layers, at the tolerance of the dtype.
 
-    The paths run in the order of `paths`; the one under test must come first, since the others
-    also write K and V and would hide a missing write. Raises WrongAnswer for the first that
-    differs; `where` ends its message.
+    The code paths run in the order of `paths`. The path under test must come first: the others also
+    write K and V, which would hide a missing write. Raises WrongAnswer for the first path that
+    differs; the message ends with `where`.
     """
     for layer in layers:
         outputs = {path: attend(layer) for path, attend in paths.items()}
@@ -260,10 +260,10 @@ def cache_benchmark(
 ) -> list[AttentionRow]:
     """Time one layer's attention in a decode step of one sequence, on each of attention_paths.
 
-    Each time includes writing k and v. check_paths runs first: after WrongAnswer nothing is timed.
-    The code paths take turns. A path visits a layer again only after ROTATED bytes of others. On a
-    GPU a turn covers as many layers as the model has, which are queued and then waited for once, as
-    in a decode step; the row holds the time per layer.
+    Each time includes writing k and v. check_paths runs first and may raise WrongAnswer. The code
+    paths take turns. A path returns to a layer only after it has read ROTATED bytes of other
+    layers. On a GPU, one turn launches as many layers as the model has and waits once at the end,
+    as a decode step does; a row holds the time per layer.
     """
     clock = clock or device_clock(device)
     burst = config.num_layers if torch.device(device).type == "cuda" else 1
@@ -271,13 +271,13 @@ def cache_benchmark(
     for kv_len in kv_lens:
         moved = 2 * kv_len * config.n_kv * config.head_dim * dtype.itemsize  # keys and values
         layers = max(4, -(-ROTATED // moved))
-        cache, step = scattered_cache(  # one layer more: the last one would advance seq_len
+        cache, step = scattered_cache(  # one more layer: the last layer would advance seq_len
             replace(config, num_layers=layers + 1), kv_len, dtype, device
         )
         paths = attention_paths(cache, step, config.n_rep)
         check_paths(paths, (0, layers - 1), f" at {kv_len} tokens")
         runs = {}
-        for i, (path, attend) in enumerate(paths.items()):  # each starts at another layer
+        for i, (path, attend) in enumerate(paths.items()):  # each path starts at another layer
             start = i * layers // len(paths)
             order = cycle([(start + layer) % layers for layer in range(layers)])
             runs[path] = _burst(attend, order, burst)
@@ -295,8 +295,8 @@ def _burst(attend: AttentionPath, order: Iterator[int], layers: int) -> Callable
 
 
 def device_clock(device: str | torch.device) -> Clock:
-    """time.perf_counter for a CPU. For a GPU, a clock that first waits for all launched work:
-    a launch returns before its kernel has run."""
+    """time.perf_counter for a CPU. For a GPU, a clock that first waits for all launched kernels,
+    because a launch returns before its kernel has run."""
     if torch.device(device).type != "cuda":
         return time.perf_counter
 
@@ -337,7 +337,7 @@ class RecordedRun:
 
     machine: dict[str, object]  # as bench.machine describes it
     command: str
-    backend: str  # that select_backend chose
+    backend: str  # the choice of select_backend
     bandwidth: float  # bytes per second at which the device reads its memory
     sweeps: list[Sweep]
 
@@ -376,13 +376,13 @@ def measure(
     rounds: int = 20,
     command: str = "",
 ) -> RecordedRun:
-    """Time both models' shapes on a device: by default in float32, on a GPU in float16 as well.
+    """Time both models' shapes on a device: by default in float32, on a GPU also in float16.
 
     Raises ValueError for a device other than cpu and cuda, and for lengths or rounds below 1.
     """
     where = torch.device(device)
     if where.type not in ("cpu", "cuda"):
-        raise ValueError(f"device {device!r} cannot be timed: cpu or cuda")
+        raise ValueError(f"device {device!r} cannot be timed; supported: cpu, cuda")
     if min(*kv_lens, rounds) < 1:
         raise ValueError(f"kv_lens and rounds must be at least 1, got {list(kv_lens)}, {rounds}")
     gpu = where.type == "cuda"
@@ -415,14 +415,14 @@ def _fits(rows: Sequence[AttentionRow]) -> dict[str, ScalingFit]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line of this file. Of the third-party packages it needs torch alone."""
+    """Run the command line of this file. It needs no third-party package but torch."""
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(
         prog="nanoserve.bench.runner", description="Time paged attention as the engine calls it."
     )
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:1")
-    parser.add_argument("--kv-len", type=int, action="append", help="tokens; repeatable")
-    parser.add_argument("--rounds", type=int, default=20, help="turns of each code path")
+    parser.add_argument("--kv-len", type=int, action="append", help="tokens in cache; repeatable")
+    parser.add_argument("--rounds", type=int, default=20, help="runs of each code path")
     parser.add_argument("--dtype", action="append", choices=("float32", "float16", "bfloat16"))
     parser.add_argument("--record", action="store_true", help=f"write {DATA}/attention_DEVICE.json")
     options = parser.parse_args(arguments)
@@ -434,7 +434,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print("\n".join(run.lines()))
         if options.record:
             print(f"recorded in {run.save(DATA).as_posix()}")
-    except (ValueError, RuntimeError, AssertionError) as error:  # torch's, without a GPU
+    except (ValueError, RuntimeError, AssertionError) as error:  # from torch, without a GPU
         parser.exit(2, f"{parser.prog}: {error}\n")
 
 
@@ -603,6 +603,8 @@ for sweep in recorded["sweeps"]:
     for n in (64, 16_384):
         kernel, gather = at["dispatched", n], at["gather", n]
         best = max(row.bytes_per_second for row in at.values() if row.kv_len == n)
+        faster = n == 64 or sweep["dtype"] == "float32"  # the kernel, in this run
+        assert (kernel.seconds < gather.seconds) == faster and best < 0.05 * recorded["bandwidth"]
         print(
             f"  {n:6,} tokens: kernel {kernel.seconds * 1e6:.0f} µs, gather {gather.seconds * 1e6:.0f} µs, "
             f"{gather.seconds / kernel.seconds:.1f} times; the best of all at {best / recorded['bandwidth']:.2%} of peak"

@@ -93,7 +93,7 @@ def test_slots_are_checked_on_the_gpu_on_request(monkeypatch):
     q, k_pool, v_pool, slots, *rest = tensors(AttentionCase(), "cuda")
     slots[3] = len(k_pool)
     monkeypatch.setenv("NANOSERVE_CHECK_SLOTS", "1")
-    with pytest.raises(ValueError, match="names slot 79, and the pools have 79"):
+    with pytest.raises(ValueError, match="has slot 79, but the pools have 79"):
         paged_attention_dispatch(q, k_pool, v_pool, slots, *rest)
 
 

@@ -1,21 +1,21 @@
-"""Triton's programming model in torch: the same kernel source, run on any machine, and checked.
+"""Triton's programming model in torch: it runs the same kernel source on any machine.
 
     @tlsim.jit
     def double(x_ptr, n, BLOCK: tl.constexpr): ...
 
-    double[(4,)](x, n, BLOCK=32)                       # all programs at once, in lockstep
-    with tlsim.options(order="serial"): ...            # one at a time, in a shuffled order
-    with tlsim.trace() as accesses: ...                # what was loaded and stored, and from where
+    double[(4,)](x, n, BLOCK=32)                       # all programs side by side, in lockstep
+    with tlsim.options(order="serial"): ...            # one program at a time, in a random order
+    with tlsim.trace() as accesses: ...                # record every load and store
 
 `tlsim` replaces `triton` in a kernel, and `tlsim.language` replaces `triton.language`. Values and
 dtypes are Triton's (tests/interpreted compares them), with these deliberate differences:
 
-- A load without `other` gives NaN in lanes that the mask leaves out.
-- tl.max and tl.min return NaN where an element is NaN.
+- A load without `other` returns NaN in lanes where the mask is false.
+- tl.max and tl.min return NaN if an element is NaN.
 - tl.dot never rounds its operands to TF32.
 - tl.atomic_add returns nothing.
 - A mask must broadcast to the shape of the pointers.
-- Loops count upwards.
+- The step of a loop must be positive.
 - In lockstep, `if`, `while`, `and` and `or` refuse a condition that depends on the program.
 
 Not supported: block pointers, tensor descriptors, scans, sorts and random numbers.

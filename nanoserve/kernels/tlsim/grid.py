@@ -12,17 +12,18 @@ import torch
 
 
 class KernelError(ValueError):
-    """A kernel broke a rule of Triton or left its memory. The message names the kernel's line."""
+    """A kernel broke a rule of Triton or accessed wrong memory. The message names the line."""
 
 
 @dataclass(frozen=True)
 class Options:
     """Options of a run.
 
-    order   "lockstep": all programs side by side; "serial": one by one, in an order drawn by `seed`
+    order   "lockstep": all programs side by side; "serial": one by one, in random order
     checks  refuse accesses outside a buffer, and stores of two programs to one address
-    poison  refuse to load a NaN as well
-    wave    the largest number of programs that run side by side; it bounds memory alone
+    poison  also refuse a load of NaN
+    seed    of the random order
+    wave    the largest number of programs that run side by side; it limits only the memory used
     """
 
     order: str = "lockstep"
@@ -40,13 +41,13 @@ class Options:
 
 @dataclass
 class Wave:
-    """Programs that run side by side: a part of the grid. Values start with its axes x, y, z."""
+    """Programs that run side by side: a part of the grid. A Value's first axes are its x, y, z."""
 
     grid: tuple[int, int, int]
     ids: tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # int32 [x, 1, 1], [1, y, 1], [1, 1, z]
     options: Options
-    writers: dict[tuple[int, int], torch.Tensor]  # by buffer: who stored to each element
-    active: torch.Tensor | None = None  # [x, y, z], programs still in the loop; None is all
+    writers: dict[tuple[int, int], torch.Tensor]  # by buffer: each element's last writer, or -1
+    active: torch.Tensor | None = None  # [x, y, z], programs still in the loop; None: all
 
     @property
     def programs(self) -> torch.Tensor:
@@ -61,7 +62,7 @@ _wave: ContextVar[Wave] = ContextVar("wave")
 
 @contextmanager
 def options(**changes: object) -> Iterator[Options]:
-    """Launch kernels with other Options inside a `with` block; arguments are named as there."""
+    """Launch kernels with changed Options inside a `with` block; `changes` are its fields."""
     token = _options.set(replace(_options.get(Options()), **changes))
     try:
         yield _options.get()
@@ -73,12 +74,12 @@ def current() -> Wave:
     """The wave that runs now. Raises KernelError outside a kernel."""
     wave = _wave.get(None)
     if wave is None:
-        raise KernelError("this belongs in a kernel: launch one with kernel[grid](...)")
+        raise KernelError("this works only inside a kernel: launch a kernel with kernel[grid](...)")
     return wave
 
 
 def kernel_line() -> tuple[str, int]:
-    """File and line of the running kernel: of the innermost frame that tlsim compiled."""
+    """File and line of the running kernel, from the innermost frame that tlsim compiled."""
     frame = sys._getframe(1)
     while frame and "__tlsim__" not in frame.f_globals:
         frame = frame.f_back
@@ -91,7 +92,7 @@ def source_name(file: str) -> str:
 
 
 def fault(what: str, program: int | None = None, lane: tuple[int, ...] = ()) -> KernelError:
-    """A KernelError that names the kernel's line, a program by its number, and a lane."""
+    """A KernelError that names the kernel's line and, if given, a program and a lane."""
     file, line = kernel_line()
     where = f"{source_name(file)}, line {line}"
     if program is not None:

@@ -1,4 +1,4 @@
-"""triton.language in torch: tlsim binds this module where a kernel has `tl`."""
+"""triton.language in torch: tlsim binds a kernel's `tl` to this module."""
 
 import builtins
 import sys
@@ -29,7 +29,7 @@ math = sys.modules[__name__]  # tl.math.exp is tl.exp
 
 
 class constexpr:
-    """A value known at compile time: marks a parameter, or wraps a global."""
+    """A value known at compile time: annotates a parameter, or wraps a global."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -48,7 +48,7 @@ def num_programs(axis: int) -> Value:
 def arange(start: int, end: int) -> Value:
     """start, start + 1, ... end - 1: an int32 block whose length is a power of two."""
     if not (isinstance(start, int) and isinstance(end, int)):
-        raise fault("the bounds of tl.arange are tl.constexpr: they are compiled into the program")
+        raise fault("the bounds of tl.arange must be tl.constexpr, known at compile time")
     (length,) = _block_shape(end - start)
     return Value(as_value(start).data[..., None], (length,), ramp=length > 1)
 
@@ -68,9 +68,9 @@ def _block_shape(*shape: Any) -> tuple[int, ...]:
     """The shape of a block, by Triton's rules: constants that are powers of two."""
     for size in shape:
         if not isinstance(size, int):
-            raise fault("the shape of a block is tl.constexpr: it is compiled into the program")
+            raise fault("the shape of a block must be tl.constexpr, known at compile time")
         if size < 1 or size & (size - 1):
-            raise fault(f"the sizes of a block are powers of two, and {size} is none")
+            raise fault(f"the sizes of a block must be powers of two, got {size}")
     return shape
 
 
@@ -78,7 +78,7 @@ def reshape(x: Value, shape: tuple[int, ...]) -> Value:
     """The same lanes, in row-major order, in another shape."""
     shape = _block_shape(*shape)
     if torch.Size(shape).numel() != torch.Size(x.shape).numel():
-        raise fault(f"a block of shape {list(x.shape)} has not as many lanes as {list(shape)}")
+        raise fault(f"cannot reshape {list(x.shape)} to {list(shape)}: the numbers of lanes differ")
     return Value(x.whole.reshape(*x.data.shape[:3], *shape), shape, x.buffer)
 
 
@@ -108,12 +108,12 @@ def where(condition: Operand, x: Operand, y: Operand) -> Value:
 
 
 def maximum(x: Operand, y: Operand) -> Value:
-    """The larger of two; where one is NaN, the other."""
+    """The larger of x and y; if one is NaN, the other."""
     return _elementwise(torch.fmax, x, y)
 
 
 def minimum(x: Operand, y: Operand) -> Value:
-    """The smaller of two; where one is NaN, the other."""
+    """The smaller of x and y; if one is NaN, the other."""
     return _elementwise(torch.fmin, x, y)
 
 
@@ -128,7 +128,7 @@ def abs(x: Operand) -> Value:
 
 
 def _function(op: Callable[[torch.Tensor], torch.Tensor], what: str) -> Callable[[Operand], Value]:
-    """A function of each lane that Triton defines for float32 and float64 alone."""
+    """A function of each lane that Triton defines for float32 and float64 only."""
 
     def apply(x: Operand) -> Value:
         if (x := as_value(x)).dtype not in (torch.float32, torch.float64):
@@ -152,21 +152,21 @@ def cdiv(x: Operand, y: Operand) -> Operand:
 
 
 def sum(x: Value, axis: int | None = None, keep_dims: bool = False) -> Value:
-    """The sum over an axis, or over all; narrow integers are summed in 32 bits."""
+    """The sum over an axis, or over all axes; short integers are summed in 32 bits."""
     x = x if x.dtype.is_floating_point else _widened(x)
     return _reduce(x.summed, x.shape, axis, keep_dims)
 
 
 def max(x: Value, axis: int | None = None, keep_dims: bool = False) -> Value:
-    """The largest lane along an axis, or of all, in 32 bits at least.
+    """The largest lane along an axis, or of all lanes, in 32 bits at least.
 
-    The result is NaN where a lane is NaN. On a GPU it is the largest of the other lanes.
+    The result is NaN if a lane is NaN. A GPU ignores NaN lanes instead.
     """
     return _reduce(_widened(x).whole.amax, x.shape, axis, keep_dims)
 
 
 def min(x: Value, axis: int | None = None, keep_dims: bool = False) -> Value:
-    """The smallest lane along an axis, or of all, in 32 bits at least."""
+    """The smallest lane along an axis, or of all lanes, in 32 bits at least; NaN as in max."""
     return _reduce(_widened(x).whole.amin, x.shape, axis, keep_dims)
 
 
@@ -197,16 +197,16 @@ def dot(
 ) -> Value:
     """The matrix product of blocks [.., m, k] and [.., k, n], plus acc, summed in float32.
 
-    On a GPU float32 operands are rounded to TF32 unless input_precision="ieee"; never in tlsim.
+    A GPU rounds float32 operands to TF32 unless input_precision="ieee"; tlsim never rounds them.
     """
     if a.dtype != b.dtype:
-        raise fault(f"tl.dot wants operands of one dtype, got {a.dtype} and {b.dtype}")
+        raise fault(f"tl.dot needs operands of one dtype, got {a.dtype} and {b.dtype}")
     if len(a.shape) != len(b.shape) or len(a.shape) < 2 or a.shape[-1] != b.shape[-2]:
         raise fault(f"tl.dot cannot multiply {list(a.shape)} by {list(b.shape)}")
     if a.shape[-1] < (least := 32 if a.dtype.itemsize == 1 else 16):
-        raise fault(f"tl.dot sums over {least} lanes at least, as tensor cores do: {a.shape[-1]}")
+        raise fault(f"tl.dot must sum over at least {least} lanes, got {a.shape[-1]}")
     if not a.dtype.is_floating_point and a.dtype != torch.int8:
-        raise fault(f"tl.dot multiplies floats, and of the integers int8, not {a.dtype}")
+        raise fault(f"tl.dot multiplies floats or int8, not {a.dtype}")
     product = torch.matmul(_widened(a).whole, _widened(b).whole)
     product = product.to(out_dtype) if a.dtype == float16 else product
     out = Value(product, (*a.shape[:-1], b.shape[-1]))
@@ -214,10 +214,10 @@ def dot(
 
 
 def static_assert(condition: bool, message: str = "") -> None:
-    """Raise an error where a condition on constants is false."""
+    """Raise KernelError if a condition on constants is false."""
     if not condition:
-        raise fault(message or "tl.static_assert does not hold")
+        raise fault(message or "tl.static_assert: the condition is false")
 
 
 def __getattr__(name: str) -> Any:
-    raise AttributeError(f"tlsim has no tl.{name}: it speaks what the course needs of Triton")
+    raise AttributeError(f"tlsim has no tl.{name}: it has the part of Triton that the course uses")

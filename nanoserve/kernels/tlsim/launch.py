@@ -34,7 +34,7 @@ class One(int):
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
             f"an integer argument equal to 1 is a constant in Triton, and has no .{name}: "
-            "this kernel would fail for 1 alone"
+            "this kernel would fail only when the argument is 1"
         )
 
 
@@ -53,16 +53,16 @@ class Kernel:
         return partial(self.launch, grid)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run inside another kernel, which calls this one."""
+        """Run this kernel inside another kernel, which calls it."""
         current()
         return self._function()(*args, **kwargs)
 
     def launch(self, grid: Any, *args: Any, **kwargs: Any) -> None:
-        """Run every program of the grid: up to three sizes, or a function of the arguments.
+        """Run every program of the grid: up to three sizes, or a function that returns them.
 
         Tensors become pointers to their first elements, and numbers become scalars; tl.constexpr
         parameters stay as they are. Raises TypeError for arguments that do not fit the signature,
-        and KernelError for an error in the kernel.
+        ValueError for a wrong grid or several devices, and KernelError for an error in the kernel.
         """
         try:
             bound = self.signature.bind(
@@ -75,11 +75,11 @@ class Kernel:
         grid = (grid,) if isinstance(grid, int) else grid
         sizes = isinstance(grid, tuple) and all(isinstance(n, int) and n >= 0 for n in grid)
         if not sizes or not 1 <= len(grid) <= 3:
-            raise ValueError(f"{self.__name__}: a grid is one to three sizes, got {grid}")
+            raise ValueError(f"{self.__name__}: a grid must be one to three sizes, got {grid}")
         grid += (1,) * (3 - len(grid))
         devices = {x.device for x in bound.arguments.values() if isinstance(x, torch.Tensor)}
         if len(devices) > 1:
-            raise ValueError(f"{self.__name__}: its tensors lie on {sorted(map(str, devices))}")
+            raise ValueError(f"{self.__name__}: needs one device, got {sorted(map(str, devices))}")
         options = _options.get(Options())
         function, writers = self._function(), {}
         for ids in _waves(grid, options):
@@ -98,11 +98,11 @@ class Kernel:
             start = torch.zeros(1, 1, 1, dtype=torch.int64, device=x.device)
             return Value(start, buffer=Buffer(name, x))
         if not isinstance(x, int | float):
-            raise TypeError(f"{self.__name__}: no kernel takes {name}, a {type(x).__name__}")
+            raise TypeError(f"{self.__name__}: {name} must not be a {type(x).__name__}")
         return One(1) if x is not True and x == 1 and isinstance(x, int) else as_value(x)
 
     def _function(self) -> Callable:
-        """The kernel as a Python function, with the values that its globals have now."""
+        """The kernel as a Python function, with the present values of its globals."""
         known = {**self.fn.__globals__, **inspect.getclosurevars(self.fn).nonlocals}
         namespace = {
             "__tlsim__": True,
@@ -136,16 +136,16 @@ def _waves(grid: tuple[int, int, int], options: Options) -> Iterator[tuple[torch
 
 
 def jit(fn: Callable) -> Kernel:
-    """Make a kernel of a function, jitted by triton.jit or not."""
+    """Make a tlsim kernel from a function, or from a kernel of triton.jit."""
     return fn if isinstance(fn, Kernel) else Kernel(fn)
 
 
 def _read(fn: Callable) -> tuple[CodeType, set[str]]:
-    """(the kernel's source compiled with its loops rewritten, the names that it looks up)."""
+    """Return (the kernel compiled with its loops rewritten, the global names that it uses)."""
     try:
         lines, first = inspect.getsourcelines(fn)
     except (OSError, TypeError):
-        raise KernelError(f"{fn.__name__}: a kernel is read as source, and this has none") from None
+        raise KernelError(f"{fn.__name__}: the source of this kernel cannot be read") from None
     tree, file = ast.parse(textwrap.dedent("".join(lines))), inspect.getsourcefile(fn)
     ast.increment_lineno(tree, first - 1)
     [function] = tree.body
@@ -160,11 +160,11 @@ def _read(fn: Callable) -> tuple[CodeType, set[str]]:
         if isinstance(arg, ast.arg):
             arg.annotation = None
     names = {n.id for n in ast.walk(function) if isinstance(n, ast.Name)}
-    names -= {*fn.__code__.co_varnames, *fn.__code__.co_cellvars}  # its own
+    names -= {*fn.__code__.co_varnames, *fn.__code__.co_cellvars}  # the kernel's own variables
     return compile(ast.fix_missing_locations(Rewrite().visit(tree)), file, "exec"), names
 
 
-BUILTINS = {  # all of Python's that Triton has
+BUILTINS = {  # the built-in functions that a kernel may use
     **{f.__name__: f for f in (len, list, float, int, isinstance, getattr, hasattr, print, locals)},
     "range": language.range,
     "min": language.minimum,
@@ -175,7 +175,7 @@ _DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "fl
 
 
 def _translate(x: Any, use: str = "") -> Any:
-    """The counterpart in tlsim of a global that a kernel uses; refused where Triton refuses it."""
+    """tlsim's counterpart of a global of a kernel; KernelError for a global that Triton refuses."""
     home, kind = getattr(x, "__module__", None) or "", type(x)
     if isinstance(x, ModuleType):
         if x.__name__.startswith("triton.language"):
@@ -192,7 +192,7 @@ def _translate(x: Any, use: str = "") -> Any:
     if not use or home.startswith(__package__) or isinstance(x, type | torch.dtype):
         return x
     rule = "is not marked @triton.jit" if callable(x) else "is not wrapped in tl.constexpr"
-    raise KernelError(f"{use}, which {rule}: a kernel can see no other")
+    raise KernelError(f"{use}, which {rule}: a kernel can use no other globals")
 
 
 _TRITON = SimpleNamespace(

@@ -11,7 +11,7 @@ from nanoserve.kernels.tlsim.values import Operand, Value, as_value, paired, spr
 
 
 class Range:
-    """tl.range, and range in a kernel: a bound is a number, or a value that differs by program."""
+    """tl.range, and range in a kernel. A bound is a number, or a value that differs by program."""
 
     def __init__(self, start: Operand, stop: Operand | None = None, step: int = 1, **_) -> None:
         start, stop = (0, start) if stop is None else (start, stop)
@@ -19,7 +19,7 @@ class Range:
         self.start, self.step = paired(start, as_value(step))
         self.stop = stop
         if any(x.shape or x.dtype.is_floating_point for x in (start, stop, self.step)):
-            raise fault("the bounds of a loop are integers, not blocks or fractions")
+            raise fault("the bounds of a loop must be integers, not blocks or fractions")
         if not bool((self.step.data > 0).all()):
             raise fault("the step of a loop must be above 0")
 
@@ -27,16 +27,16 @@ class Range:
 class Loop:
     """A running loop: the programs still in it, and the values that iterations pass on.
 
-    A finished program keeps its `carried` values. Their dtype and shape never change, since a
-    compiled loop has one register for each.
+    A finished program keeps its `carried` values. A carried value never changes its dtype or shape,
+    because a compiled loop has one register for each.
     """
 
     def __init__(self, bounds: Any, names: tuple[str, ...], before: dict[str, Any]) -> None:
         if not isinstance(bounds, Range):
-            raise fault("a kernel loops over range, tl.range or tl.static_range alone")
+            raise fault("a kernel loops only over range, tl.range or tl.static_range")
         self.bounds, self.names = bounds, names
         self.carried = {name: as_value(before[name]) for name in names if name in before}
-        self.active: torch.Tensor | None = None  # [x, y, z]; None is all
+        self.active: torch.Tensor | None = None  # [x, y, z]; None: all programs
 
     def __iter__(self) -> Iterator[Value]:
         start, stop, step = self.bounds.start, self.bounds.stop, self.bounds.step
@@ -53,7 +53,7 @@ class Loop:
             wave.active = outer
 
     def carry(self, now: dict[str, Any]) -> tuple[Any, ...]:
-        """The names' values after an iteration; finished programs get their old values back."""
+        """The names' values after an iteration; in finished programs, the values before it."""
         for name, old in self.carried.items():
             self.carried[name] = now[name] = self._carry(name, old, as_value(now[name]))
         return tuple(now.get(name) for name in self.names)
@@ -62,8 +62,8 @@ class Loop:
         if (old.dtype, old.shape) != (new.dtype, new.shape):
             was, became = (f"{list(v.shape)} {v.dtype}" for v in (old, new))
             raise fault(
-                f"{name} goes into the loop as {was} and comes round as {became}: what a loop "
-                "carries keeps its shape and type"
+                f"{name} enters the loop as {was} and ends an iteration as {became}: a variable "
+                "of a loop must keep its shape and dtype"
             )
         if self.active is None:
             return new
@@ -79,13 +79,13 @@ def named(x: Any) -> Any:
 
 
 class Rewrite(ast.NodeTransformer):
-    """Rewrite loops so that they carry names bound before them: `for i in range(n): body` becomes
+    """Rewrite loops to carry the names bound before them. `for i in range(n): body` becomes
 
     loop = Loop(range(n), ("a", "b"), locals())
     for i in loop:
         body
         a, b = loop.carry(locals())
-    i = c = None; del i, c  # names bound in the body alone end with the loop
+    i = c = None; del i, c  # names bound only in the body end with the loop
     """
 
     def __init__(self) -> None:
@@ -107,7 +107,7 @@ class Rewrite(ast.NodeTransformer):
 
     def visit_For(self, node: ast.For) -> list[ast.stmt]:
         if ast.unparse(node.iter).partition("(")[0].endswith("static_range"):
-            return [self.generic_visit(node)]  # unrolled, over plain numbers
+            return [self.generic_visit(node)]  # unrolled: i is a plain number
         before, body = self.bound.copy(), ast.Module(node.body)
         stored = {
             n.id for n in ast.walk(body) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)

@@ -14,8 +14,8 @@ from nanoserve.kernels.tlsim.values import Operand, Value, as_value, broadcasts,
 def load(pointer: Value, mask: Operand | None = None, other: Operand | None = None, **_) -> Value:
     """tl.load: the elements at the pointers where the mask is true, and `other` elsewhere.
 
-    Without `other`, those lanes are undefined on a GPU, and NaN here (0 for integers). Where the
-    last axis is a ramp, rows are read whole. Hints about caches are accepted and ignored.
+    Without `other`, the other lanes are undefined on a GPU, and NaN in tlsim (0 for integers). If
+    the last axis is a ramp, whole rows are read. Hints about caches are accepted and ignored.
     """
     if other is not None and mask is None:
         raise fault("tl.load takes `other` only with a mask")
@@ -23,7 +23,7 @@ def load(pointer: Value, mask: Operand | None = None, other: Operand | None = No
     flat, first = pointer.buffer.flat, pointer.data
     width = pointer.shape[-1] if pointer.ramp else 1
     if pointer.ramp and first.min() >= 0 and first.max() <= len(flat) - width:
-        data = flat.unfold(0, width, 1)[first.squeeze(-1)]  # every window of `width`, by its start
+        data = flat.unfold(0, width, 1)[first.squeeze(-1)]  # all windows of `width`, by start
     elif len(flat):  # lanes outside the mask may point anywhere
         data = flat[pointer.lanes.clamp(0, len(flat) - 1)]
     else:
@@ -34,7 +34,7 @@ def load(pointer: Value, mask: Operand | None = None, other: Operand | None = No
         data = torch.where(mask, data, _lanes_for(pointer, other, "a value").to(flat.dtype))
     if current().options.poison and flat.is_floating_point():
         stale = data.isnan() if live is None else data.isnan() & live
-        _refuse(stale, pointer, "reads a NaN, so a slot that nobody owns,")
+        _refuse(stale, pointer, "loads a NaN, so a slot without an owner,")
     return Value(data, pointer.shape)
 
 
@@ -44,7 +44,7 @@ def store(pointer: Value, value: Operand, mask: Operand | None = None, **_) -> N
 
 
 def atomic_add(pointer: Value, value: Operand, mask: Operand | None = None, **_) -> None:
-    """tl.atomic_add: add to memory; lanes and programs may add to the same address.
+    """tl.atomic_add: add to memory. Several lanes or programs may add to one address.
 
     Triton returns the old values. They depend on the order of programs, so tlsim returns None.
     """
@@ -62,7 +62,7 @@ def _lanes_for(pointer: Value, x: Operand, what: str) -> torch.Tensor:
     """x's lanes, in a shape that broadcasts to the pointer's lanes."""
     x = as_value(x)
     if not broadcasts(x.shape, pointer.shape):
-        raise fault(f"{what} of shape {list(x.shape)} for {list(pointer.shape)} pointers")
+        raise fault(f"{what} of shape {list(x.shape)} does not fit pointers {list(pointer.shape)}")
     return spread(x.lanes, len(pointer.shape))
 
 
@@ -76,14 +76,14 @@ def _everywhere(pointer: Value, live: torch.Tensor | None) -> tuple[torch.Tensor
 def _access(
     kind: str, pointer: Value, mask: Operand | None
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """(mask, lanes of the mask in active programs); None stands for all lanes."""
+    """Return (mask, mask within active programs); None stands for all lanes. Check and record."""
     if not isinstance(pointer, Value) or not pointer.buffer:
-        raise fault(f"tl.{kind} wants pointers, got {getattr(pointer, 'dtype', pointer)}")
+        raise fault(f"tl.{kind} needs pointers, got {getattr(pointer, 'dtype', pointer)}")
     wave, trace = current(), _trace.get()
     if mask is not None:
         mask = _lanes_for(pointer, mask, "a mask")
         if mask.dtype != torch.bool:
-            raise fault(f"a mask is int1, and this one {mask.dtype}: compare it with something")
+            raise fault(f"a mask must be int1, as a comparison returns it, got {mask.dtype}")
         mask = None if mask.numel() == 1 and bool(mask) else mask
     live = mask
     if wave.active is not None:
@@ -104,7 +104,7 @@ def _check(kind: str, pointer: Value, live: torch.Tensor | None) -> None:
     if kind == "store":
         place = flat.data_ptr(), flat.element_size()
         writers = wave.writers.get(place, flat.new_empty(0, dtype=torch.int64))
-        if len(writers) < len(flat):  # none yet, or those of a shorter argument at this address
+        if len(writers) < len(flat):  # first store, or first to a longer argument at this address
             rest = torch.full_like(flat[len(writers) :], -1, dtype=torch.int64)
             writers = wave.writers[place] = torch.cat([writers, rest])
         offsets, live = _everywhere(pointer, live)
@@ -117,7 +117,7 @@ def _check(kind: str, pointer: Value, live: torch.Tensor | None) -> None:
 
 
 def _refuse(wrong: torch.Tensor, pointer: Value, deed: str) -> None:
-    """Raise an error for the first lane where `wrong` is true."""
+    """Raise KernelError for the first lane where `wrong` is true."""
     if wrong.any():
         offsets, wrong = _everywhere(pointer, wrong)
         first = tuple(int(i) for i in wrong.nonzero()[0])
@@ -137,22 +137,22 @@ class Access:
     programs: torch.Tensor  # [programs], their numbers in the grid
     offsets: torch.Tensor  # [programs, *shape], in elements
     live: torch.Tensor  # [programs, *shape], the lanes that were accessed
-    coalesced: bool  # neighbouring lanes have neighbouring offsets: a row is one piece
+    coalesced: bool  # the lanes of a row have consecutive offsets
 
     @property
     def bytes(self) -> int:
-        """The bytes of all lanes that were accessed; the same address counts each time."""
+        """The bytes of all accessed lanes; an address counts as often as it is accessed."""
         return int(self.live.sum()) * self.itemsize
 
     @property
     def rows(self) -> int:
-        """The number of runs of lanes at consecutive offsets: 1 per row if coalesced."""
+        """The number of pieces of consecutive offsets: one per row if coalesced."""
         offsets, live = self.offsets.flatten(0, -2), self.live.flatten(0, -2)
         joined = live[:, 1:] & live[:, :-1] & (offsets[:, 1:] == offsets[:, :-1] + 1)
         return int(live.sum() - joined.sum())
 
     def of(self, program: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(offsets, live) of one program, by its number in the grid, both of the block's shape."""
+        """Return (offsets, live) of the program with this number, each in the block's shape."""
         index = int((self.programs == program).nonzero())
         return self.offsets[index], self.live[index]
 

@@ -15,7 +15,7 @@ HALVES = (torch.float16, torch.bfloat16)
 
 
 class Buffer:
-    """The memory of a tensor argument, flat, from its first element to the last that it reaches."""
+    """The memory of a tensor argument, flat, from its first element to its last."""
 
     def __init__(self, name: str, tensor: torch.Tensor) -> None:
         last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
@@ -51,7 +51,7 @@ def _division(op: Callable) -> tuple[Callable, Callable]:
 def _quotient(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     if a.is_floating_point():
         raise fault("// is for integers: use / and tl.floor")
-    return torch.div(a, b, rounding_mode="trunc")  # as in C, and not in Python: -7 // 2 is -3
+    return torch.div(a, b, rounding_mode="trunc")  # towards 0, as in C: -7 // 2 is -3
 
 
 def _comparison(op: Callable) -> Callable:
@@ -71,8 +71,8 @@ class Value:
 
     `data` is [x, y, z, *shape], the grid's axes first. An axis of size 1 stands for all indices
     along it, so that a value that many programs share is stored and computed once. A pointer is a
-    buffer and offsets into it, in elements, never an address. With `ramp`, data holds the first
-    lane of the last axis alone, and lane i is that lane plus i; a load then reads whole rows.
+    buffer and offsets into it, in elements, never an address. With `ramp`, data holds only the
+    first lane of the last axis; lane i is the first lane plus i. A load then reads whole rows.
     """
 
     __slots__ = ("buffer", "data", "ramp", "shape")
@@ -88,7 +88,7 @@ class Value:
 
     @property
     def lanes(self) -> torch.Tensor:
-        """data, with the lanes of a ramp written out."""
+        """data, with all lanes of a ramp."""
         if not self.ramp:
             return self.data
         lane = torch.arange(self.shape[-1], dtype=self.data.dtype, device=self.data.device)
@@ -96,7 +96,7 @@ class Value:
 
     @property
     def whole(self) -> torch.Tensor:
-        """[x or 1, y or 1, z or 1, *shape], every lane in its place."""
+        """All lanes, expanded to shape: [x or 1, y or 1, z or 1, *shape]."""
         return self.lanes.expand(-1, -1, -1, *self.shape)
 
     @property
@@ -117,15 +117,15 @@ class Value:
         if dtype == self.dtype:
             return self
         if self.buffer:
-            raise fault(f"a pointer into {self.buffer.name} is no number to be cast")
-        ramp = self.ramp and dtype == torch.int64  # the only one that is sure to hold every lane
+            raise fault(f"a pointer into {self.buffer.name} cannot be cast")
+        ramp = self.ramp and dtype == torch.int64  # int64 surely holds every lane
         return Value((self.data if ramp else self.lanes).to(dtype), self.shape, None, ramp)
 
     def __getitem__(self, index: Any) -> "Value":
-        """x[:, None] and the like: new axes of size 1, which is all that Triton can index."""
+        """x[:, None] and the like: new axes of size 1, the only index that Triton has."""
         index = index if isinstance(index, tuple) else (index,)
         if [i for i in index if i is not None] != [slice(None)] * len(self.shape):
-            raise fault(f"a block of shape {list(self.shape)} is indexed by None and : alone")
+            raise fault(f"a block of shape {list(self.shape)} can be indexed only by None and :")
         ramp, sizes = self.ramp and index[-1] is not None, iter(self.shape)
         data = self.data if ramp else self.lanes
         for axis, i in enumerate(index):
@@ -134,14 +134,14 @@ class Value:
         return Value(data, shape, self.buffer, ramp)
 
     def __index__(self) -> int:
-        raise fault("this must be known when the kernel is compiled: a number, or tl.constexpr")
+        raise fault("this value must be known at compile time: a number or tl.constexpr")
 
     def __bool__(self) -> bool:
         if self.shape:
             raise fault("a block is neither true nor false: use tl.where, or &, | and ~ on masks")
         if self.data.numel() > 1:
             raise fault(
-                "in lockstep all programs take one path, and this condition depends on the "
+                "in lockstep all programs take the same branch, but this condition depends on the "
                 'program: use a mask, or tlsim.options(order="serial")'
             )
         return bool(self.data)
@@ -190,8 +190,8 @@ class Value:
 
 
 class Product(Value):
-    """a * b in float32, computed when `data` is first used. A sum over it does not use `data`: the
-    sum is one matrix product of torch, with the grid's axes among its rows and columns."""
+    """a * b in float32, computed when `data` is first used. A sum over a Product does not use
+    `data`: torch.einsum multiplies and sums in one call, over the grid's axes and the block's."""
 
     __slots__ = ("_data", "factors")
 
@@ -222,8 +222,8 @@ Operand = Value | int | float | bool
 
 
 def as_value(x: Operand, beside: Value | None = None) -> Value:
-    """A number in the dtype that Triton gives it: int1, int32 (int64 for a large one) or float32;
-    or in the dtype of `beside`, the other operand, if that has the same kind or a wider one."""
+    """A number as a Value. It has the dtype of `beside`, the other operand, if that is of the same
+    kind or a wider kind (bool, integer, float); else int1, int32 (int64 if large) or float32."""
     if isinstance(x, Value):
         return x
     if not isinstance(x, int | float):
@@ -249,8 +249,8 @@ def _kind(dtype: torch.dtype) -> int:
 
 
 def paired(a: Operand, b: Operand) -> tuple[Value, Value]:
-    """Two operands in the dtype that Triton computes in: torch's choice, except that bfloat16 with
-    float16 gives float16, and bfloat16 with any other dtype gives float32."""
+    """Two operands in the dtype that Triton computes in. This is torch's choice, except that
+    bfloat16 with float16 gives float16, and bfloat16 with any other dtype gives float32."""
     if not isinstance(a, Value):
         a = as_value(a, b if isinstance(b, Value) else None)
     if not isinstance(b, Value):
@@ -282,7 +282,7 @@ def broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
 
 
 def spread(data: torch.Tensor, rank: int) -> torch.Tensor:
-    """Give data [x, y, z, ...] axes of size 1 behind the grid's, up to a block's rank."""
+    """Give data [x, y, z, ...] axes of size 1 after the grid's axes, up to a block's rank."""
     for _ in range(rank + 3 - data.dim()):
         data = data.unsqueeze(3)
     return data
@@ -293,19 +293,19 @@ def combine(op: Callable, *values: Value) -> Value:
     shape = joint_shape(*[x.shape for x in values])
     for x in values:
         if x.buffer:
-            raise fault(f"pointers into {x.buffer.name} can be moved by integers, no more")
+            raise fault(f"a pointer into {x.buffer.name} allows only + and - of integers")
     try:
         return Value(op(*[spread(x.lanes, len(shape)) for x in values]), shape)
-    except RuntimeError as error:  # torch's, of dtypes that the operator does not take
+    except RuntimeError as error:  # of torch, for a dtype that the operator does not support
         raise fault(str(error)) from None
 
 
 def _sum(a: Operand, b: Operand) -> Value:
-    """a + b. A pointer stays a pointer; a ramp stays a ramp where b is the same in all lanes."""
+    """a + b. A pointer stays a pointer. Adding the same number to all lanes keeps a ramp a ramp."""
     a, b = paired(a, b)
     buffer = a.buffer or b.buffer
     if buffer and ((a.buffer and b.buffer) or _kind(a.data.dtype) + _kind(b.data.dtype) != 2):
-        raise fault(f"pointers into {buffer.name} can be moved by integers, no more")
+        raise fault(f"a pointer into {buffer.name} allows only + and - of integers")
     ramp, other = (a, b) if a.ramp else (b, a)
     stays = ramp.ramp and not other.ramp and (not other.shape or other.data.shape[-1] == 1)
     shape = joint_shape(a.shape, b.shape)
