@@ -205,9 +205,9 @@ def test_the_bytes_of_a_step_are_the_real_models_tensors_and_its_cache():
     weights = count(model, torch.float32)
     assert weights == 538_060_032  # 134,515,008 parameters
     assert bytes_per_token(model.config, 0, torch.float32) == weights
-    history = 30 * 2 * 1000 * 3 * 64 * 4  # layers, k and v, tokens, KV heads, head_dim, float32
-    assert bytes_per_token(model.config, 1000, torch.float32) == weights + history
-    assert bytes_per_token(model.config, 1000, torch.bfloat16) == (weights + history) / 2
+    cached = 30 * 2 * 1000 * 3 * 64 * 4  # layers, k and v, tokens, KV heads, head_dim, float32
+    assert bytes_per_token(model.config, 1000, torch.float32) == weights + cached
+    assert bytes_per_token(model.config, 1000, torch.bfloat16) == (weights + cached) / 2
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -50,8 +50,8 @@ def test_the_cache_holds_all_steps_one_after_another(steps, capacity):
             given[layer][0].append(k)
             given[layer][1].append(v)
             assert cache.seq_len == sum(steps[:step])  # moves with the last layer alone
-            history = cache.append(layer, k, v)
-            for ours, theirs in zip(history, given[layer], strict=True):
+            returned = cache.append(layer, k, v)
+            for ours, theirs in zip(returned, given[layer], strict=True):
                 assert torch.equal(ours, torch.cat(theirs, dim=2))
     assert cache.seq_len == sum(steps)
 
@@ -114,9 +114,9 @@ def test_a_batch_is_refused_and_changes_nothing():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_cache_has_the_dtype_of_its_first_step(dtype):
     k, v = keys_and_values(3, seed=9)
-    history = NaiveKVCache(CONFIG).append(0, k.to(dtype), v.to(dtype))
-    assert [h.dtype for h in history] == [dtype, dtype]
-    assert torch.equal(history[1], v.to(dtype))
+    returned = NaiveKVCache(CONFIG).append(0, k.to(dtype), v.to(dtype))
+    assert [x.dtype for x in returned] == [dtype, dtype]
+    assert torch.equal(returned[1], v.to(dtype))
 
 
 def test_keys_and_values_do_not_mix():
@@ -477,7 +477,7 @@ def test_a_write_without_free_blocks_changes_nothing(how):
     step(cache, *both_layers(1, seed=4))  # what fits still goes in
     assert cache.seq_len == 4
     other.free()
-    assert torch.equal(step(cache, k, v)[0][0][:, :, 4:], k[0])  # and with room the rest does
+    assert torch.equal(step(cache, k, v)[0][0][:, :, 4:], k[0])  # now there are enough free blocks
 
 
 def test_a_step_that_fails_half_way_may_be_repeated_with_another():

@@ -279,9 +279,11 @@ def test_the_other_kinds_of_new_cache(tiny):
     assert new_cache(None, tiny.model, 64) is None
 
 
-@pytest.mark.parametrize(("prompt", "max_tokens", "room"), [(4, 5, 9), (4, 1000, 64), (64, 1, 64)])
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "capacity"), [(4, 5, 9), (4, 1000, 64), (64, 1, 64)]
+)
 def test_a_cache_has_capacity_for_prompt_and_answer_and_at_most_for_the_context(
-    prompt, max_tokens, room, tiny, monkeypatch
+    prompt, max_tokens, capacity, tiny, monkeypatch
 ):
     asked = []
     monkeypatch.setattr(
@@ -289,7 +291,7 @@ def test_a_cache_has_capacity_for_prompt_and_answer_and_at_most_for_the_context(
         lambda kind, model, tokens: asked.append((kind, tokens)) or new_cache(kind, model, tokens),
     )
     tiny.generate([7] * prompt, SamplingParams(max_tokens=max_tokens))
-    assert asked == [("paged", room)]
+    assert asked == [("paged", capacity)]
 
 
 def test_a_learners_own_cache_will_do(tiny):

@@ -174,7 +174,9 @@ def test_a_burst_on_a_gpu_is_one_steps_attention_and_its_time_is_shared(monkeypa
     """Without a GPU: only the name of the device is replaced."""
     real = torch.device
     monkeypatch.setattr(runner, "scattered_cache", lambda c, h, d, _: scattered_cache(c, h, d))
-    monkeypatch.setattr(runner.torch, "device", lambda d: real("cuda") if d == "card" else real(d))
+    monkeypatch.setattr(
+        runner.torch, "device", lambda d: real("cuda") if d == "fake gpu" else real(d)
+    )
     clock, calls, honest = ScriptedClock(), [], PagedKVCache.paged_attention
 
     def scripted(cache, layer, *args):
@@ -183,7 +185,7 @@ def test_a_burst_on_a_gpu_is_one_steps_attention_and_its_time_is_shared(monkeypa
         return honest(cache, layer, *args)
 
     monkeypatch.setattr(PagedKVCache, "paged_attention", scripted)
-    rows = cache_benchmark(SMALL, [37], device="card", rounds=1, clock=clock)
+    rows = cache_benchmark(SMALL, [37], device="fake gpu", rounds=1, clock=clock)
     assert rows[0].seconds == 2
     assert len(calls) == 2 + 3 * SMALL.num_layers  # the check_paths, two warm-ups, one round
 

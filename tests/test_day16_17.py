@@ -82,8 +82,8 @@ def test_a_thousand_sequences_leave_a_small_pool_as_it_was():
         for seq in (draw.randint(1, 9), 1, draw.randint(1, 2)):
             for layer in range(2):
                 k = torch.full((1, CONFIG.n_kv, seq, CONFIG.head_dim), float(number))
-                history = cache.append(layer, k, -k)
-                assert bool((history[0] == number).all() and (history[1] == -number).all())
+                k_all, v_all = cache.append(layer, k, -k)
+                assert bool((k_all == number).all() and (v_all == -number).all())
         running.append((cache, number))
         owned = [block for cache, _ in running for block in cache.table.blocks]
         assert len(set(owned)) == len(owned) == 12 - pool.allocator.num_free
