@@ -1,4 +1,4 @@
-"""Which engine is chosen where, what is refused before one starts, and that it alone is called."""
+"""The choice of the backend, the refused arguments, and the call of the chosen backend alone."""
 
 import re
 import warnings
@@ -20,7 +20,7 @@ from nanoserve.kernels.dispatch import (
 from nanoserve.kernels.reference import paged_attention_reference
 from tests.attention_cases import LAYOUTS, AttentionCase, assert_expected, tensors
 
-CARDS = {(7, 0): "Tesla V100", (7, 5): "Tesla T4", (9, 0): "NVIDIA H200", (10, 0): "NVIDIA B200"}
+GPUS = {(7, 0): "Tesla V100", (7, 5): "Tesla T4", (9, 0): "NVIDIA H200", (10, 0): "NVIDIA B200"}
 
 
 @pytest.fixture(autouse=True)
@@ -32,18 +32,18 @@ def nobody_has_chosen(monkeypatch):
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Make this process believe in a GPU of some capability, or in a missing Triton."""
+    """Simulate a GPU of some compute capability, or a missing Triton."""
 
     def believe(capability: tuple[int, int] = (9, 0), triton: bool = True) -> None:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: CARDS[capability])
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: GPUS[capability])
         monkeypatch.setattr(dispatch, "has_triton", lambda: triton)
 
     return believe
 
 
 def silently(device: str) -> str:
-    """select_backend, where a warning would be an error."""
+    """select_backend, with warnings as errors."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         return select_backend(device)
@@ -210,14 +210,14 @@ def zeros(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") 
     return torch.zeros(*shape, dtype=dtype, device=device)
 
 
-REFUSED = {  # what is changed in the arguments, and all that the error must say
+REFUSED = {  # the change of the arguments, and the texts that the error must contain
     "q of three axes": ({"q": zeros(6, 1, 8)}, ("q must be [1, n_q,", "[6, 1, 8]")),
     "a batch": ({"q": zeros(2, 6, 1, 8)}, ("q must be [1, n_q,", "[2, 6, 1, 8]")),
     "a pool of blocks": ({"k_pool": zeros(9, 4, 2, 8)}, ("k_pool must be", "8", "[9, 4, 2, 8]")),
     "k's head_dim": ({"k_pool": zeros(79, 2, 9)}, ("k_pool must be", "8", "[79, 2, 9]")),
     "v's head_dim": ({"v_pool": zeros(79, 2, 7)}, ("v_pool must be", "8", "[79, 2, 7]")),
-    "a shorter v": ({"v_pool": zeros(78, 2, 8)}, ("k_pool is [79, 2, 8]", "v_pool [78, 2, 8]")),
-    "v's heads": ({"v_pool": zeros(79, 3, 8)}, ("k_pool is [79, 2, 8]", "v_pool [79, 3, 8]")),
+    "a shorter v": ({"v_pool": zeros(78, 2, 8)}, ("k_pool and v_pool", "[79, 2, 8]", "[78, 2, 8]")),
+    "v's heads": ({"v_pool": zeros(79, 3, 8)}, ("k_pool and v_pool", "[79, 2, 8]", "[79, 3, 8]")),
     "n_rep 2": ({"n_rep": 2}, ("n_rep 2", "6 query heads", "2 KV heads")),
     "n_rep 0": ({"n_rep": 0}, ("n_rep 0", "6 query heads", "2 KV heads")),
     "more query heads": ({"q": zeros(1, 9, 1, 8)}, ("n_rep 3", "9 query heads", "2 KV heads")),
