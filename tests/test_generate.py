@@ -746,7 +746,7 @@ def test_prompts_of_another_kind_are_named(prompts, tiny):
 
 @pytest.mark.parametrize("source", [None, 3, b"smollm2"])
 def test_a_source_of_another_kind_is_named(source):
-    with pytest.raises(ValueError, match=r"^a model is a name or a path, got "):
+    with pytest.raises(ValueError, match=r"^a model must be a name or a path, got "):
         LLM(source)
 
 

@@ -305,7 +305,7 @@ CACHES = ("paged", "naive")
 
 
 def new_cache(kind: str | None, model: Model, tokens: int) -> Cache | None:
-    """An empty cache for `tokens` tokens, of a kind in CACHES; None for the kind None."""
+    """Return an empty cache for `tokens` tokens, of a kind in CACHES; None if kind is None."""
     if kind is None:
         return None
     if kind == "naive":
