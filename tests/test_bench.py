@@ -60,14 +60,14 @@ def test_the_median_leaves_out_the_warm_up_and_the_outlier():
     assert median_times(runs, rounds=3, warmup=1, clock=clock) == {"a": 2, "b": 4}
 
 
-def test_what_is_compared_takes_turns():
+def test_the_variants_take_turns():
     clock, log = ScriptedClock(), []
     runs = {name: clock.work([1] * 5, log, name) for name in "abc"}
     median_times(runs, rounds=3, warmup=2, clock=clock)
     assert log == list("abc" * 5)
 
 
-def test_a_warm_up_of_none_counts_every_round():
+def test_without_warm_up_every_round_counts():
     clock, log = ScriptedClock(), []
     runs = {"a": clock.work([2, 4], log, "a")}
     assert median_times(runs, rounds=2, warmup=0, clock=clock) == {"a": 3}
@@ -131,7 +131,7 @@ def test_the_benchmark_goes_through_the_prompts_in_order():
 
 
 @pytest.mark.parametrize("wrong", [(4, 5, 9, 7), (4, 5, 6), (9, 5, 6, 7)])
-def test_a_path_with_other_tokens_is_named_and_never_timed(wrong):
+def test_a_variant_with_other_tokens_is_named_and_never_timed(wrong):
     clock, log = ScriptedClock(), []
     paths = {
         "good": scripted_path(clock, "good", log, 1, 1),
@@ -143,7 +143,7 @@ def test_a_path_with_other_tokens_is_named_and_never_timed(wrong):
 
 
 @pytest.mark.parametrize("cached", [True, False])
-def test_our_path_and_the_oracles_agree_on_a_small_checkpoint(cached, tmp_path):
+def test_our_loop_and_the_oracles_agree_on_a_small_checkpoint(cached, tmp_path):
     folder = save(random_model(), tmp_path)
     paths = {
         "ours": engine_path(load_model(folder), cached),
@@ -167,7 +167,7 @@ def test_a_fault_in_the_weights_stops_the_benchmark(tmp_path):
 
 
 @pytest.mark.parametrize("end", [2, 31])
-def test_every_path_gives_every_token_whatever_ends_a_text(end, tmp_path):
+def test_every_variant_generates_every_token_past_any_end_token(end, tmp_path):
     """Timed runs are all equally long: an end token ends nothing."""
     folder = save(random_model(eos_token_id=list(range(97))), tmp_path)
     ours, theirs = [], []
@@ -177,7 +177,7 @@ def test_every_path_gives_every_token_whatever_ends_a_text(end, tmp_path):
     assert len(ours) == 8
 
 
-def test_the_paged_path_reads_through_the_dispatcher(tmp_path, monkeypatch):
+def test_the_paged_variant_attends_through_the_dispatcher(tmp_path, monkeypatch):
     asked = []
 
     def spy(*args):
@@ -200,7 +200,7 @@ def count(model, dtype: torch.dtype) -> int:
     return sum(w.numel() for w in read.values()) * dtype.itemsize
 
 
-def test_the_bytes_of_a_step_are_the_real_models_tensors_and_its_history():
+def test_the_bytes_of_a_step_are_the_real_models_tensors_and_its_cache():
     model = load_model(fetch())
     weights = count(model, torch.float32)
     assert weights == 538_060_032  # 134,515,008 parameters
@@ -247,7 +247,7 @@ def reads(monkeypatch) -> tuple[ScriptedClock, list[tuple[str, int]]]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_read_benchmark_gives_medians_and_the_bytes_of_one_layers_history(dtype, reads):
+def test_the_attention_benchmark_gives_medians_and_the_bytes_of_one_layers_cache(dtype, reads):
     clock, _ = reads
     rows = attention_benchmark(FOUR_LAYERS, [37], dtype, rounds=3, clock=clock)
     moved = 2 * 37 * 2 * 8 * dtype.itemsize  # k and v, tokens, KV heads, head_dim
@@ -255,7 +255,7 @@ def test_the_read_benchmark_gives_medians_and_the_bytes_of_one_layers_history(dt
     assert [row.bytes_per_second for row in rows] == [moved / 6, moved / 2]
 
 
-def test_the_paths_take_turns_and_each_reads_the_next_layer_but_never_the_last(reads):
+def test_the_variants_take_turns_and_each_reads_the_next_layer_but_never_the_last(reads):
     clock, log = reads
     attention_benchmark(FOUR_LAYERS, [37], rounds=3, clock=clock)
     layers = {path: [layer for name, layer in log if name == path] for path in ("gather", "fused")}
@@ -290,7 +290,7 @@ def without_writing(cache, layer, k, v, q, n_rep):
 
 
 @pytest.mark.parametrize("broken", [wrong_sum, wrong_order, without_writing])
-def test_a_read_that_is_wrong_is_never_timed(broken, monkeypatch):
+def test_wrong_attention_is_never_timed(broken, monkeypatch):
     clock = ScriptedClock()
     monkeypatch.setattr(attention, "attend_in_place", broken)
     with pytest.raises(WrongAnswer, match="gather and fused differ at 37 tokens"):
@@ -357,7 +357,7 @@ def bench_read(monkeypatch, capsys):
     return command
 
 
-def test_bench_read_shows_each_row_and_writes_it(bench_read, tmp_path):
+def test_bench_attention_shows_each_row_and_writes_it(bench_read, tmp_path):
     path = tmp_path / "read.csv"
     code, out, err = bench_read(
         "--kv-len",
@@ -392,7 +392,7 @@ def test_bench_read_shows_each_row_and_writes_it(bench_read, tmp_path):
         assert f"{rate / 2e9:.0%} of peak" in line
 
 
-def test_bench_read_measures_the_five_lengths_of_the_course_and_needs_no_file(
+def test_bench_attention_measures_the_five_lengths_of_the_course_and_needs_no_file(
     bench_read, monkeypatch, tmp_path
 ):
     asked = []
@@ -404,13 +404,13 @@ def test_bench_read_measures_the_five_lengths_of_the_course_and_needs_no_file(
 
 
 @pytest.mark.parametrize("args", [("--kv-len", "0"), ("--rounds", "0"), ("--dtype", "int8")])
-def test_bench_read_refuses_a_bad_option_in_one_line(args, bench_read):
+def test_bench_attention_refuses_a_bad_option_in_one_line(args, bench_read):
     code, out, err = bench_read(*args)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert args[0] in err
 
 
-def test_bench_read_says_in_one_line_that_a_read_was_wrong(bench_read, monkeypatch):
+def test_bench_attention_says_in_one_line_that_attention_was_wrong(bench_read, monkeypatch):
     monkeypatch.setattr(attention, "attend_in_place", wrong_order)
     code, _, err = bench_read("--kv-len", "20")
     assert (code, err) == (2, "nanoserve: gather and fused differ at 20 tokens\n")

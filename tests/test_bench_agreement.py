@@ -19,7 +19,7 @@ SMALL = AttentionShape("small", 6, 2, 8, 5, 37)
 RECORDED = sorted((Path(__file__).parents[1] / "notebooks/data").glob("agreement_*.json"))
 
 
-def test_the_reads_hold_what_a_kernel_gets_wrong():
+def test_the_cases_hold_what_a_kernel_gets_wrong():
     assert len({shape.name for shape in SHAPES}) == len(SHAPES)
     assert any(shape.query_len == 1 < shape.kv_len for shape in SHAPES)  # decode
     assert any(shape.query_len == shape.kv_len > 1 for shape in SHAPES)  # prefill
@@ -30,7 +30,7 @@ def test_the_reads_hold_what_a_kernel_gets_wrong():
     assert max(shape.kv_len for shape in SHAPES) > 512  # more than a tile, under any runtime
 
 
-def test_a_read_is_scattered_poisoned_and_the_same_each_time():
+def test_a_case_is_scattered_poisoned_and_the_same_each_time():
     q, k_pool, v_pool, slots = draw(SMALL, torch.bfloat16)
     assert (q.shape, q.dtype) == ((1, 6, 5, 8), torch.bfloat16)
     assert q.stride()[1:] == (8, 48, 1)  # the heads of a position lie side by side
@@ -46,7 +46,7 @@ def test_a_read_is_scattered_poisoned_and_the_same_each_time():
         assert torch.equal(one.nan_to_num(), two.nan_to_num())
 
 
-def test_tlsim_agrees_on_every_read():
+def test_tlsim_agrees_on_every_case():
     rows = agreement({"tlsim": paged_attention_tlsim})
     assert [(row.shape, row.dtype) for row in rows] == [
         (shape.name, str(dtype)[6:]) for dtype in DTYPES for shape in SHAPES
@@ -65,7 +65,7 @@ def off_by(runtime, change):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_what_is_used_is_the_difference_over_what_the_tolerance_allows(dtype):
+def test_the_used_share_is_the_difference_over_the_tolerance(dtype):
     def nudged(out):
         out[0, 4, 3, 2] = 64.0
         return out
@@ -93,7 +93,7 @@ def test_a_key_too_few_a_key_too_many_and_nan_do_not_agree():
 
 
 @pytest.mark.parametrize(("used", "agrees"), [(0, True), (1, True), (1.001, False)])
-def test_an_engine_agrees_up_to_all_that_is_allowed(used, agrees):
+def test_a_backend_agrees_up_to_the_whole_tolerance(used, agrees):
     assert AgreementRow("decode", "float32", "tlsim", 1e-6, used).agrees is agrees
 
 
@@ -154,7 +154,7 @@ def test_a_run_that_does_not_agree_is_named_and_not_recorded(monkeypatch, capsys
     assert list(tmp_path.iterdir()) == []
 
 
-def test_under_triton_s_interpreter_every_engine_agrees():
+def test_under_triton_s_interpreter_every_backend_agrees():
     environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "nanoserve.bench.agreement"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -173,7 +173,7 @@ assert RECORDED
 
 
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
-def test_a_recorded_run_says_where_it_was_made_and_agrees_on_every_read(path):
+def test_a_recorded_run_says_where_it_was_made_and_agrees_on_every_case(path):
     run = json.loads(path.read_text())
     assert run["command"].endswith("python -m nanoserve.bench.agreement --record")
     assert list(run) == [*machine("cpu"), "command", "rows"]

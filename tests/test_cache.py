@@ -42,7 +42,7 @@ def keys_and_values(seq: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("capacity", [1, 5, 64])
 @pytest.mark.parametrize("steps", [(7, 1, 1, 3, 1), (1,) * 9, (64, 1), (2, 70)])
-def test_the_history_is_all_steps_one_after_another(steps, capacity):
+def test_the_cache_holds_all_steps_one_after_another(steps, capacity):
     cache, given = NaiveKVCache(CONFIG, capacity), {0: ([], []), 1: ([], [])}
     for step, seq in enumerate(steps):
         for layer in range(2):
@@ -56,7 +56,7 @@ def test_the_history_is_all_steps_one_after_another(steps, capacity):
     assert cache.seq_len == sum(steps)
 
 
-def test_what_is_given_back_is_a_view_that_later_steps_leave_alone():
+def test_append_returns_a_view_that_later_steps_do_not_change():
     cache = NaiveKVCache(CONFIG, capacity=16)
     k, v = keys_and_values(3, seed=1)
     first = cache.append(0, k, v)[0]
@@ -66,7 +66,7 @@ def test_what_is_given_back_is_a_view_that_later_steps_leave_alone():
     assert torch.equal(first, k)
 
 
-def test_one_token_at_a_time_the_history_moves_only_when_capacity_doubles():
+def test_one_token_at_a_time_the_memory_moves_only_when_capacity_doubles():
     cache, moves, held = NaiveKVCache(CONFIG, capacity=4), [], None
     for position in range(100):
         for layer in range(2):
@@ -77,7 +77,7 @@ def test_one_token_at_a_time_the_history_moves_only_when_capacity_doubles():
     assert moves == [4, 8, 16, 32, 64]
 
 
-def test_a_long_prompt_gets_the_room_it_needs():
+def test_a_long_prompt_gets_the_capacity_it_needs():
     cache = NaiveKVCache(CONFIG, capacity=4)
     k, _ = cache.append(0, *keys_and_values(50, seed=3))
     cache.append(1, *keys_and_values(50, seed=3))
@@ -112,7 +112,7 @@ def test_a_batch_is_refused_and_changes_nothing():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_history_has_the_dtype_of_what_came(dtype):
+def test_the_cache_has_the_dtype_of_its_first_step(dtype):
     k, v = keys_and_values(3, seed=9)
     history = NaiveKVCache(CONFIG).append(0, k.to(dtype), v.to(dtype))
     assert [h.dtype for h in history] == [dtype, dtype]
@@ -192,7 +192,7 @@ def test_a_block_that_was_never_here_is_refused(block):
 
 
 @pytest.mark.parametrize(("blocks", "size", "name"), [(0, 4, "num_blocks"), (5, 0, "block_size")])
-def test_a_pool_without_room_is_refused_by_name(blocks, size, name):
+def test_a_pool_without_blocks_is_refused_by_name(blocks, size, name):
     with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
         BlockAllocator(blocks, size)
 
@@ -303,7 +303,7 @@ def bytes_of(pool: KVPool) -> tuple[bytes, bytes]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_pool_has_room_for_its_blocks_in_every_layer(dtype):
+def test_a_pool_has_slots_for_its_blocks_in_every_layer(dtype):
     pool = KVPool(CONFIG, 6, 4, dtype)
     assert pool.k.shape == pool.v.shape == (2, 24, 2, 8)  # layers, slots, KV heads, head_dim
     assert pool.k.dtype == pool.v.dtype == dtype
@@ -386,7 +386,7 @@ def step(cache: PagedKVCache, k: torch.Tensor, v: torch.Tensor) -> list[tuple]:
 
 @pytest.mark.parametrize("size", [1, 3, 16])
 @pytest.mark.parametrize("steps", [(7, 1, 1, 3, 1), (1,) * 9, (32, 1), (2, 30)])
-def test_the_paged_history_is_the_contiguous_one(steps, size):
+def test_the_paged_cache_holds_what_the_contiguous_one_holds(steps, size):
     naive, paged = NaiveKVCache(CONFIG), PagedKVCache(small_pool(-(-40 // size), size))
     for turn, seq in enumerate(steps):
         k, v = both_layers(seq, seed=turn)
@@ -399,7 +399,7 @@ def test_the_paged_history_is_the_contiguous_one(steps, size):
     assert len(paged.table.blocks) == -(-sum(steps) // size)
 
 
-def test_what_is_gathered_is_a_copy_that_later_steps_leave_alone():
+def test_append_gathers_a_copy_that_later_steps_do_not_change():
     cache = PagedKVCache(small_pool())
     k, v = both_layers(3, seed=1)
     (ours, _), _ = step(cache, k, v)
@@ -456,7 +456,7 @@ def test_two_sequences_may_be_in_the_middle_of_a_step_at_once():
 
 
 @pytest.mark.parametrize("how", ["append", "paged_attention"])
-def test_a_write_without_room_changes_nothing(how):
+def test_a_write_without_free_blocks_changes_nothing(how):
     pool = small_pool(3, 4)
     other, cache = PagedKVCache(pool), PagedKVCache(pool)
     step(other, *both_layers(5, seed=1))
@@ -518,7 +518,7 @@ def test_free_gives_every_block_back_and_may_be_called_twice():
     assert cache.slot_mapping.tolist() == [cache.table.slot(p) for p in range(6)]
 
 
-def test_a_read_through_a_stale_mapping_is_seen_at_once():
+def test_a_stale_mapping_is_noticed_at_once():
     pool = small_pool()
     cache = PagedKVCache(pool)
     step(cache, *both_layers(5, seed=1))
@@ -546,7 +546,7 @@ class Written(TorchDispatchMode):
         return out
 
 
-def test_the_mapping_moves_only_when_its_room_doubles():
+def test_the_mapping_moves_only_when_its_capacity_doubles():
     cache, moves, held = PagedKVCache(small_pool(32, 4)), [], None
     for position in range(100):
         step(cache, *both_layers(1, seed=position))
@@ -623,17 +623,17 @@ def attending(layer_tokens: tuple[int, ...], **options) -> tuple:
 # What only moves numbers, scatter and gather, stays equal to the last bit.
 
 
-def test_pinned_the_fused_read_is_contiguous_attention_on_decode():
+def test_pinned_paged_attention_is_contiguous_attention_on_decode():
     ours, contiguous = attending((7, 1, 1, 1))
     torch.testing.assert_close(ours, contiguous, atol=ATOL, rtol=RTOL)
 
 
-def test_pinned_the_fused_read_is_contiguous_attention_on_prefill():
+def test_pinned_paged_attention_is_contiguous_attention_on_prefill():
     ours, contiguous = attending((11,))
     torch.testing.assert_close(ours, contiguous, atol=ATOL, rtol=RTOL)
 
 
-def test_pinned_the_fused_read_is_contiguous_attention_on_continuation():
+def test_pinned_paged_attention_is_contiguous_attention_on_continuation():
     ours, contiguous = attending((7, 5))
     torch.testing.assert_close(ours, contiguous, atol=ATOL, rtol=RTOL)
 
@@ -661,20 +661,20 @@ def test_pinned_scatter_and_gather_still_change_no_bit():
                 assert torch.equal(pool_of[layer][slots].transpose(0, 1), contiguous[0])
 
 
-def test_with_the_oracle_behind_it_the_fused_read_is_equal_to_the_last_bit():
+def test_with_the_reference_backend_paged_attention_is_equal_to_the_last_bit():
     with use_backend("reference"):
         for layer_tokens in ((7, 1, 1, 1), (11,), (7, 5)):
             ours, contiguous = attending(layer_tokens)
             assert torch.equal(ours, contiguous)
 
 
-def test_an_explicit_scale_reaches_the_read():
+def test_an_explicit_scale_reaches_paged_attention():
     ours, contiguous = attending((7, 5), scale=0.05)
     torch.testing.assert_close(ours, contiguous, atol=ATOL, rtol=RTOL)
     assert (ours - attending((7, 5))[0]).abs().max() > 0.01
 
 
-def test_the_fused_read_writes_as_append_does():
+def test_attend_writes_as_append_does():
     pools = small_pool(), small_pool()
     fused, gathered = (PagedKVCache(pool) for pool in pools)
     for turn, seq in enumerate((5, 1, 2)):
@@ -692,7 +692,7 @@ def test_the_fused_read_writes_as_append_does():
 
 @pytest.mark.parametrize("layer", [0, 1])
 @pytest.mark.parametrize("scale", [None, 0.3])
-def test_wiring_the_dispatcher_is_called_once_and_its_answer_handed_straight_back(
+def test_wiring_the_dispatcher_is_called_once_and_its_result_is_returned_unchanged(
     layer, scale, monkeypatch
 ):
     pool = small_pool()
@@ -738,7 +738,7 @@ def test_wiring_the_caches_pools_give_the_same_through_the_kernel_and_the_oracle
     torch.testing.assert_close(ours, paged_attention_reference(*args), atol=ATOL, rtol=RTOL)
 
 
-def test_a_model_asks_each_layer_of_a_paged_cache_to_attend_and_gathers_nothing(tmp_path):
+def test_a_model_attends_through_the_paged_cache_in_each_layer_and_gathers_nothing(tmp_path):
     model, asked = load_model(save(random_model(), tmp_path)), []
 
     class Asked(PagedKVCache):
@@ -754,7 +754,7 @@ def test_a_model_asks_each_layer_of_a_paged_cache_to_attend_and_gathers_nothing(
     assert asked == [(0, 3, 3, None), (1, 3, 3, None), (0, 1, 3, None), (1, 1, 3, None)]
 
 
-def test_what_lies_outside_the_history_never_reaches_the_output():
+def test_slots_outside_the_mapping_never_reach_the_output():
     """The rest of the last block, the others' slots and all free ones are NaN."""
     pool = small_pool(16, 4)
     cache = PagedKVCache(pool)
@@ -767,7 +767,7 @@ def test_what_lies_outside_the_history_never_reaches_the_output():
 
 
 @pytest.mark.parametrize(("n_q", "n_kv"), [(6, 2), (4, 1), (3, 3)])
-def test_the_fused_read_is_within_tolerance_of_torch_in_float64(n_q, n_kv):
+def test_paged_attention_is_within_tolerance_of_torch_in_float64(n_q, n_kv):
     config = replace(CONFIG, n_q=n_q, n_kv=n_kv)
     cache, random = PagedKVCache(KVPool(config, 10, 4, poison=True)), torch.Generator()
     random.manual_seed(n_q)

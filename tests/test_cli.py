@@ -111,7 +111,7 @@ def test_a_broken_checkpoint_is_one_line(run, tmp_path):
     assert err.count("\n") == 1
 
 
-def test_a_package_that_is_missing_is_one_line(run, tiny, monkeypatch):
+def test_a_missing_package_is_one_line(run, tiny, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     code, out, err = run("bench", "decode", "--model", tiny, "--context", "5")
     assert (code, out, err.count("\n")) == (2, "", 1)
@@ -190,7 +190,7 @@ def test_chat_answers_as_llm_does(run, tiny):
     assert (code, out) == (0, f"{expected}\n")
 
 
-def test_a_talk_remembers_what_was_said_and_ends_at_an_empty_line(run, tiny, monkeypatch):
+def test_a_conversation_remembers_its_turns_and_ends_at_an_empty_line(run, tiny, monkeypatch):
     llm, messages, answers = LLM(tiny), [], []
     for question in ("a", "b"):
         messages.append({"role": "user", "content": question})
@@ -250,7 +250,7 @@ def test_a_turn_longer_than_the_context_is_refused_and_nothing_is_lost(run, tiny
     assert [message["content"] for message in asked[-1]][::2] == ["a", "b"]
 
 
-def test_end_of_input_ends_a_talk(run, tiny, monkeypatch):
+def test_end_of_input_ends_a_conversation(run, tiny, monkeypatch):
     def at_end(prompt: str) -> str:
         raise EOFError
 
@@ -324,7 +324,7 @@ def test_text_streams_and_ctrl_c_leaves_with_130_and_no_traceback(endless):
     assert out.endswith("\n")
 
 
-def test_ctrl_c_stops_an_answer_but_not_the_talk(endless):
+def test_ctrl_c_stops_an_answer_but_not_the_conversation(endless):
     with Process("chat", "--model", endless, *FOREVER, stdin=subprocess.PIPE) as process:
         process.read_until(rb"> $")
         for _ in range(2):

@@ -53,7 +53,7 @@ def compiled(case: AttentionCase, capability: int) -> tuple[Any, dict[str, Any]]
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize(("capability", "dtype"), TYPES)
-def test_it_compiles_for_every_card_and_fits_there(capability, dtype, head_dim):
+def test_it_compiles_for_every_gpu_and_fits_there(capability, dtype, head_dim):
     kernel, given = compiled(AttentionCase(32, 8, head_dim, 5, 37, dtype=dtype), capability)
     assert kernel.asm["cubin"]
     assert kernel.metadata.target.arch == capability

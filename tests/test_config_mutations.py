@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # torch 2.7 cannot import it later, on a meta device
 import transformers
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st

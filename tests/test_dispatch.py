@@ -54,19 +54,19 @@ def silently(device: str) -> str:
 
 @pytest.mark.parametrize("capability", [(7, 5), (9, 0), (10, 0)])
 @pytest.mark.parametrize("device", ["cuda", "cuda:1", torch.device("cuda", 0)])
-def test_triton_on_a_card_that_it_compiles_for(capability, device, machine):
+def test_triton_on_a_gpu_that_it_compiles_for(capability, device, machine):
     machine(capability)
     assert silently(device) == "triton"
 
 
 @pytest.mark.parametrize("triton", [True, False])
 @pytest.mark.parametrize("device", ["cpu", "mps", "meta", torch.device("cpu")])
-def test_tlsim_anywhere_else_without_a_word(device, triton, machine):
+def test_tlsim_anywhere_else_without_a_warning(device, triton, machine):
     machine((9, 0), triton)
     assert silently(device) == "tlsim"
 
 
-def test_an_older_card_is_passed_over_and_named_once(machine):
+def test_an_older_gpu_falls_back_with_one_warning(machine):
     machine((7, 0))
     says = r"on Tesla V100: its compute capability is 7\.0, and Triton needs 7\.5"
     with pytest.warns(UserWarning, match=says) as seen:
@@ -74,7 +74,7 @@ def test_an_older_card_is_passed_over_and_named_once(machine):
     assert len(seen) == 1
 
 
-def test_a_card_without_triton_is_passed_over_and_named_once(machine):
+def test_a_gpu_without_triton_falls_back_with_one_warning(machine):
     machine((9, 0), triton=False)
     with pytest.warns(UserWarning, match="on NVIDIA H200: Triton cannot be imported") as seen:
         assert [select_backend("cuda") for _ in range(3)] == ["tlsim"] * 3
@@ -165,7 +165,7 @@ def test_an_override_that_cannot_run_says_why(device, capability, triton, why, m
         select_backend(device)
 
 
-def test_triton_where_it_cannot_run_is_refused_by_the_read_too():
+def test_triton_where_it_cannot_run_is_refused_by_attention_too():
     with use_backend("triton"), pytest.raises(ValueError, match='"triton" cannot run on cpu'):
         paged_attention_dispatch(*tensors(AttentionCase()))
 
@@ -174,7 +174,7 @@ def test_triton_where_it_cannot_run_is_refused_by_the_read_too():
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_chosen_backend_alone_is_called_and_its_result_is_handed_back(backend, monkeypatch):
+def test_only_the_chosen_backend_is_called_and_its_result_is_returned(backend, monkeypatch):
     calls, results = [], {name: object() for name in BACKENDS}
     for name in BACKENDS:
 
@@ -193,7 +193,7 @@ def test_the_chosen_backend_alone_is_called_and_its_result_is_handed_back(backen
 
 
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if "all at once" in name])
-def test_the_cpus_read_is_the_oracles_by_tlsim_and_its_bits_by_the_oracle(name):
+def test_on_the_cpu_tlsim_is_within_tolerance_and_the_reference_is_equal(name):
     case = LAYOUTS[name]
     inputs = tensors(case)
     assert_expected(paged_attention_dispatch(*inputs), case)
@@ -269,7 +269,7 @@ def with_changes(**changes):
 
 @pytest.mark.parametrize("how", ["tlsim", "triton", "reference", "dispatch"])
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_a_kernel_would_misread_is_refused_by_name(what, how, monkeypatch):
+def test_arguments_that_a_kernel_would_misread_are_refused_by_name(what, how, monkeypatch):
     changes, says = REFUSED[what]
     monkeypatch.setattr(dispatch, "launch", lambda *args: pytest.fail("launched"))
     calls = {

@@ -118,7 +118,7 @@ def test_a_freed_cache_takes_new_blocks_beside_a_newcomer_in_its_old_ones():
         assert torch.equal(pool.k[layer][newcomer.slot_mapping].transpose(0, 1), k[0])
 
 
-def test_a_planted_stale_read_is_seen_at_once():
+def test_a_planted_stale_read_is_noticed_at_once():
     class ReadsTheWholeBlock(PagedKVCache):
         def _write(self, layer, k, v):
             super()._write(layer, k, v)

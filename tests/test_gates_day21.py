@@ -77,7 +77,7 @@ def test_the_widget_draws_what_a_launch_did(fault, tile):
     assert live.all() or tile == 8
 
 
-def test_by_columns_every_number_is_a_stretch_of_its_own():
+def test_by_columns_every_number_is_a_separate_segment():
     @tlsim.jit
     def read(x_ptr, row_stride, lane_stride, LANES: tl.constexpr):
         lanes = tl.arange(0, LANES) * lane_stride

@@ -88,7 +88,7 @@ SEEDED = SamplingParams(max_tokens=8, temperature=0.8, top_p=0.95, seed=7)
     "params", [SamplingParams(max_tokens=16), SEEDED], ids=["greedy", "seeded"]
 )
 @pytest.mark.parametrize("name", REFERENCE)
-def test_paged_memory_says_what_contiguous_memory_says(name, params, smollm2):
+def test_paged_memory_gives_the_text_of_contiguous_memory(name, params, smollm2):
     case, said = REFERENCE[name], {}
     for kind in CACHES:
         cache = new_cache(kind, smollm2.model, len(case["prompt_ids"]) + params.max_tokens)
@@ -165,7 +165,7 @@ def test_paged_logits_are_the_naive_ones_whatever_the_model(kind, backend, withi
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_paged_to_the_bit_too(dtype, tmp_path):
+def test_half_precision_logits_are_equal_with_a_paged_cache_too(dtype, tmp_path):
     model = load_model(save(random_model(), tmp_path), dtype)
     naive, paged = (new_cache(kind, model, 23) for kind in ("naive", "paged"))
     assert paged.pool.k.dtype == dtype
@@ -222,7 +222,7 @@ def test_a_cached_step_feeds_one_token_and_an_uncached_one_everything(tiny, monk
     assert fed == [4, 1, 1, 1, 4, 5, 6, 7]
 
 
-def test_an_llm_without_a_cache_says_the_same(tiny, tmp_path):
+def test_an_llm_without_a_cache_gives_the_same_text(tiny, tmp_path):
     bare = LLM(folder_that_ends(tmp_path, IM_END), cache=None)
     params = SamplingParams(max_tokens=12)
     assert bare.generate(PROMPT, params) == tiny.generate(PROMPT, params)
@@ -248,7 +248,7 @@ def test_the_default_cache_is_paged_and_new_for_each_text(tiny, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["naive", "paged", None])
-def test_each_kind_of_cache_is_the_one_asked_for_and_says_the_same(
+def test_each_kind_of_cache_is_the_requested_one_and_gives_the_same_text(
     kind, tiny, tmp_path, monkeypatch
 ):
     llm = LLM(folder_that_ends(tmp_path, None), cache=kind)
@@ -280,7 +280,7 @@ def test_the_other_kinds_of_new_cache(tiny):
 
 
 @pytest.mark.parametrize(("prompt", "max_tokens", "room"), [(4, 5, 9), (4, 1000, 64), (64, 1, 64)])
-def test_a_text_gets_room_for_its_prompt_and_its_answer_but_no_more_than_the_context(
+def test_a_cache_has_capacity_for_prompt_and_answer_and_at_most_for_the_context(
     prompt, max_tokens, room, tiny, monkeypatch
 ):
     asked = []
@@ -326,7 +326,7 @@ def test_next_logits_are_the_last_position_in_float32(tmp_path):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_the_same_call_twice_says_the_same(temperature, tiny):
+def test_the_same_call_twice_gives_the_same_text(temperature, tiny):
     params = SamplingParams(max_tokens=15, temperature=temperature, seed=3)
     assert tiny.generate("he said", params) == tiny.generate("he said", params)
 

@@ -212,7 +212,7 @@ def test_a_special_token_outside_the_vocabulary_is_named(tmp_path):
         ("llama-bpe", "a 12345", ["a", "Ġ", "123", "45"]),
     ],
 )
-def test_each_splitter_cuts_digits_its_own_way(splitter, text, pieces, tmp_path):
+def test_each_splitter_has_its_own_rule_for_digits(splitter, text, pieces, tmp_path):
     path = write_gguf(random_model(), tmp_path / "m.gguf", pre=splitter)
     full = tokenizers.Tokenizer.from_str(gguf_tokenizer(path)[0])
     assert [piece for piece, _ in full.pre_tokenizer.pre_tokenize_str(text)] == pieces

@@ -245,7 +245,7 @@ def test_attention_leaves_its_inputs():
 
 
 @pytest.mark.parametrize("seq", [6, 131, 260])
-def test_a_poked_future_token_changes_nothing_before_it(seq):
+def test_a_changed_future_token_changes_nothing_before_it(seq):
     q, k, v = torch.randn(1, 6, seq, 8), torch.randn(1, 2, seq, 8), torch.randn(1, 2, seq, 8)
     before = sdpa(q, k, v)
     for poked in (1, seq // 2, seq - 1):

@@ -146,7 +146,7 @@ def test_hidden_and_head_make_the_logits(tmp_path):
     assert_near(model.head(hidden[:, -1]), model(ids_of(2, 5))[:, -1])
 
 
-def test_a_poked_future_token_changes_no_logit_before_it(tmp_path):
+def test_a_changed_future_token_changes_no_logit_before_it(tmp_path):
     model, ids = load_model(save(random_model(), tmp_path)), ids_of(1, 40)
     poked = ids.clone()
     poked[0, 21] = (poked[0, 21] + 1) % 97

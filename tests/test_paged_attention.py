@@ -40,18 +40,18 @@ def test_one_program_after_another_in_any_order(case):
 
 
 @of(ALL)
-def test_the_shipped_read(case):
+def test_the_shipped_kernel(case):
     assert_expected(paged_attention_tlsim(*tensors(case)), case)
 
 
 @of(LAYOUTS)
-def test_what_lies_in_other_slots_changes_no_bit(case):
+def test_the_content_of_other_slots_changes_no_bit(case):
     outs = [paged_attention_tlsim(*tensors(case, empty=empty)) for empty in (torch.nan, 0.0, 1e30)]
     assert torch.equal(outs[0], outs[1])
     assert torch.equal(outs[0], outs[2])
 
 
-def test_the_answers_of_different_reads_differ():
+def test_the_results_of_different_cases_differ():
     """Or a comparison could pass that compares nothing."""
     case = AttentionCase(6, 2, 14, 5, 37)
     changed = [
@@ -136,7 +136,7 @@ def wrong(kernel: tlsim.launch.Kernel, case: AttentionCase) -> bool:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_wrong_kernel_fails_these_reads(fault, tmp_path):
+def test_a_wrong_kernel_fails_these_cases(fault, tmp_path):
     kernel = faulty(tmp_path, *FAULTS[fault])
     assert any(wrong(kernel, case) for case in SMALL.values())
 

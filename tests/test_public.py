@@ -82,7 +82,7 @@ def imports(file: Path) -> list[tuple[str, bool]]:
     return found
 
 
-def test_the_face_is_complete():
+def test_the_public_names_are_complete():
     assert set(nanoserve.__all__) >= {"LLM", "SamplingParams", "load_model", "load_tokenizer"}
     assert all(hasattr(nanoserve, name) for name in nanoserve.__all__)
     assert nanoserve.SamplingParams() == nanoserve.SamplingParams(
@@ -100,7 +100,7 @@ def test_the_face_is_complete():
     )
 
 
-def test_every_module_has_its_place_in_the_order():
+def test_every_module_is_in_the_order_of_imports():
     assert set(modules()) == set(ORDER)
 
 

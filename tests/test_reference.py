@@ -105,7 +105,7 @@ def test_the_tolerance_of_each_dtype():
 
 
 @pytest.mark.parametrize("query_len", [QUERY_TILE, QUERY_TILE + 1, 2 * QUERY_TILE + 3])
-def test_more_queries_than_a_tile_and_a_history_before_them(query_len):
+def test_more_queries_than_a_tile_and_cached_tokens_before_them(query_len):
     q, k, v = drawn(4, 2, query_len, query_len + 21)
     out = paged(q, k, v)
     assert torch.equal(out, sdpa(q, k, v))

@@ -39,7 +39,7 @@ def contiguous(cache, layer, kv_len, x):
 
 @pytest.mark.parametrize("kv_len", [1, 2, 16, 17, 37, 130])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_all_three_paths_attend_to_the_whole_history_and_the_new_token(kv_len, dtype):
+def test_all_three_variants_attend_to_all_cached_tokens_and_the_new_token(kv_len, dtype):
     cache, step = scattered_cache(SMALL, kv_len, dtype)
     paths = attention_paths(cache, step, 3)
     assert list(paths) == ["dispatched", "gather", "reference"]
@@ -54,7 +54,7 @@ def test_all_three_paths_attend_to_the_whole_history_and_the_new_token(kv_len, d
 
 
 @pytest.mark.parametrize("path", ["dispatched", "gather", "reference"])
-def test_each_path_writes_the_steps_keys_and_values_itself(path):
+def test_each_variant_writes_the_steps_keys_and_values_itself(path):
     cache, step = scattered_cache(SMALL, 37)
     attention_paths(cache, step, 3)[path](1)
     slot = cache.table.slot(36)
@@ -63,7 +63,7 @@ def test_each_path_writes_the_steps_keys_and_values_itself(path):
     assert not cache.pool.k[0, slot].any()
 
 
-def test_the_dispatched_path_is_one_call_of_the_caches_method_with_its_result(monkeypatch):
+def test_the_dispatched_variant_is_one_call_of_the_caches_method_with_its_result(monkeypatch):
     cache, step = scattered_cache(SMALL, 37)
     paths, calls, answer = attention_paths(cache, step, 3), [], object()
     monkeypatch.setattr(PagedKVCache, "paged_attention", lambda *args: calls.append(args) or answer)
@@ -110,7 +110,7 @@ FAULTS = [
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_read_that_the_oracle_does_not_confirm_is_never_timed(fault, monkeypatch):
+def test_attention_that_differs_from_the_oracle_is_never_timed(fault, monkeypatch):
     clock = ScriptedClock()
     monkeypatch.setattr(PagedKVCache, "paged_attention", fault)
     with pytest.raises(WrongAnswer, match="dispatched differs from the reference at 37"):
@@ -118,7 +118,7 @@ def test_a_read_that_the_oracle_does_not_confirm_is_never_timed(fault, monkeypat
     assert clock.readings == 0
 
 
-def test_the_gate_lets_pass_what_is_within_the_tolerance_of_its_dtype():
+def test_the_check_accepts_differences_within_the_tolerance_of_the_dtype():
     exact = torch.ones(1, 6, 1, 8)
     for dtype, off in ((torch.float32, 5e-5), (torch.float16, 1e-3)):
         read = {
@@ -145,7 +145,7 @@ def reads(monkeypatch):
     return clock, log
 
 
-def test_the_rows_are_medians_and_the_bytes_of_one_layers_history(reads):
+def test_the_rows_are_medians_and_the_bytes_of_one_layers_cache(reads):
     clock, log = reads
     rows = cache_benchmark(SMALL, [37], torch.float16, rounds=3, clock=clock)
     moved = 2 * 37 * 2 * 8 * 2  # k and v, tokens, KV heads, head_dim, bytes
@@ -169,7 +169,7 @@ def test_as_many_layers_are_laid_out_as_fill_the_rotation(monkeypatch):
     assert held == [11]  # and one that is never read: it would move seq_len
 
 
-def test_a_burst_on_a_card_is_a_steps_reads_and_its_time_is_shared(monkeypatch):
+def test_a_burst_on_a_gpu_is_one_steps_attention_and_its_time_is_shared(monkeypatch):
     """Without a card: only the answer to 'which device' is changed."""
     real = torch.device
     monkeypatch.setattr(runner, "scattered_cache", lambda c, h, d, _: scattered_cache(c, h, d))
@@ -187,7 +187,7 @@ def test_a_burst_on_a_card_is_a_steps_reads_and_its_time_is_shared(monkeypatch):
     assert len(calls) == 2 + 3 * SMALL.num_layers  # the check_paths, two warm-ups, one round
 
 
-def test_a_cards_clock_waits_for_it_before_it_is_read(monkeypatch):
+def test_a_gpus_clock_waits_for_the_gpu(monkeypatch):
     waited = []
     monkeypatch.setattr(runner.torch.cuda, "synchronize", waited.append)
     clock = runner.device_clock("cuda:1")

@@ -54,7 +54,7 @@ def test_the_order_of_the_points_does_not_matter():
     assert backwards.seconds_per_token == 8.0 / 16_384
 
 
-def test_the_cost_of_a_token_is_measured_at_the_longest_history_and_not_fitted():
+def test_the_cost_of_a_token_is_measured_at_the_longest_length_and_not_fitted():
     fit = fit_scaling([100, 1_000, 500], [5.0, 7.0, 5.0])
     assert fit.seconds_per_token == 7.0 / 1_000
     assert fit.seconds(1_000) != pytest.approx(7.0)

@@ -300,7 +300,7 @@ def test_a_pointer_is_moved_by_integers_alone():
     assert seen == [tl.float32]
 
 
-def test_offsets_overflow_in_int32_as_on_a_card_and_the_sanitizer_sees_it():
+def test_offsets_overflow_in_int32_as_on_a_gpu_and_the_sanitizer_sees_it():
     @tlsim.jit
     def kernel(x_ptr, slot, stride):
         tl.load(x_ptr + slot * stride)

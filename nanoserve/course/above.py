@@ -1,4 +1,4 @@
-"""A pointer for a NameError that comes of cells run out of order, or after a restart."""
+"""After a NameError: a sentence that says which cells of the notebook to run first."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ ABOVE = "Run → Run All Above Selected Cell"
 
 
 def point_above(info: DayInfo) -> None:
-    """From now on a NameError in this notebook, about a name that a cell of the day defines, is
-    followed by a sentence that says which cells to run. Does nothing outside of a notebook."""
+    """Add a sentence to each later NameError about a name that a cell of the day defines.
+
+    The sentence says which cells to run. Outside a notebook, nothing happens.
+    """
     if in_notebook():
         shell = sys.modules["IPython"].get_ipython()
 
@@ -26,7 +28,7 @@ def point_above(info: DayInfo) -> None:
             shell.showtraceback((kind, error, trace), tb_offset=tb_offset)
             if kind is NameError and error.name in names_of(info):
                 show(
-                    f"Another cell of this day defines `{error.name}`, and it has not run since "
+                    f"Another cell of this day defines `{error.name}`. That cell has not run since "
                     f"the kernel started. Run the cells above first: {ABOVE}."
                 )
 

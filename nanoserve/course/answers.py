@@ -1,4 +1,4 @@
-"""A learner's answers: kept when they pass, and run in the places of the engine's own code."""
+"""A learner's answers: saving them, loading them, and running the engine with them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from nanoserve.course.source import CannotSave, bare, module_source
 from nanoserve.course.store import Progress, work_dir, write_atomically, writing
 from nanoserve.kernels.tlsim.launch import Kernel
 
-MOVED = {"nanoserve.bench.read": "nanoserve.bench.attention"}  # modules, for answers saved before
+MOVED = {"nanoserve.bench.read": "nanoserve.bench.attention"}  # renamed modules, for old answers
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Answer:
 
     @property
     def told(self) -> str:
-        """How often it was called, as a sentence."""
+        """A sentence that says how often the engine called the answer."""
         name = f"{self.exercise.name} (Day {self.day})"
         if not self.calls:
             return f"Your {name} was not called."
@@ -54,9 +54,9 @@ class Answer:
 
 
 def keep(day: int, exercise: Exercise, answer: Callable) -> str:
-    """Store that an answer passed, and save its source; returns a sentence that says so.
+    """Record that an answer passed, and save its source. Returns a sentence about the result.
 
-    The saved copy is loaded again and must pass the check itself before it counts as saved.
+    The saved copy is loaded and checked. It counts as saved only if it passes too.
     """
     progress = Progress.load()
     progress.add_passed(day, exercise.name)
@@ -65,7 +65,7 @@ def keep(day: int, exercise: Exercise, answer: Callable) -> str:
         trouble = _save(day, exercise, answer)
     except CourseError as error:
         trouble = str(error)
-    except Exception as error:  # whatever hinders saving, the answer has passed
+    except Exception as error:  # the answer has passed, even if it cannot be saved
         trouble = f"{type(error).__name__}: {message_of(error)}"
     if trouble:
         told = f"Passed, but not saved: {trouble}."
@@ -77,7 +77,7 @@ def keep(day: int, exercise: Exercise, answer: Callable) -> str:
 
 
 def saved_answers(day: int, exercises: tuple[Exercise, ...]) -> list[Answer]:
-    """The saved answers of a day that have a place in the engine, loaded."""
+    """Load the saved answers of a day that replace a part of the engine."""
     answers = []
     for exercise in exercises:
         path = saved_path(day, exercise)
@@ -93,9 +93,9 @@ def saved_answers(day: int, exercises: tuple[Exercise, ...]) -> list[Answer]:
 
 @contextlib.contextmanager
 def installed(answers: list[Answer]) -> Iterator[None]:
-    """Put each answer in the place of its target, wherever the engine holds it, until the end.
+    """Replace each target by its answer, in every module of the engine, until the block ends.
 
-    Each answer counts its calls meanwhile.
+    In the block, each answer counts its calls.
     """
     undo: list[tuple[Any, str, Any]] = []
 
@@ -143,9 +143,10 @@ def _is_kernel(thing: Any) -> bool:
 
 
 def _counting(member: Any, count: Callable[[], None]) -> Any:
-    """A function, or what a class makes of one, that calls `count` first; else the member itself.
+    """`member` with a call of `count` before each of its own calls.
 
-    A generator function counts when it is called.
+    Works for functions, static methods, class methods and properties. Any other member is returned
+    unchanged. A generator function counts when it is called.
     """
     if isinstance(member, staticmethod | classmethod):
         return type(member)(_counting(member.__func__, count))
@@ -164,9 +165,9 @@ def _counting(member: Any, count: Callable[[], None]) -> Any:
 
 
 def _counting_launches(maker: type, answer: Answer) -> Callable:
-    """`kernel[grid]` of a class of kernels, which counts where the kernel is the answer.
+    """`__getitem__` of the kernel class `maker`, which also counts the launches of the answer.
 
-    tlsim makes a kernel of its own from the answer, so the functions within are compared.
+    tlsim wraps the answer in another kernel object, so the functions inside are compared.
     """
     launch = maker.__getitem__
 
@@ -184,15 +185,15 @@ def answer_path(day: int, name: str) -> Path:
 
 
 def saved_path(day: int, exercise: Exercise) -> Path | None:
-    """The file of the saved answer, under the exercise's name or a former one; None without it."""
+    """The file of the saved answer, under the present or a former name; None if there is none."""
     paths = (answer_path(day, name) for name in exercise.names)
     return next((path for path in paths if path.exists()), None)
 
 
 def load_answer(path: Path, *names: str) -> Callable:
-    """Run a saved answer's file and return the definition of the first of `names` that it has.
+    """Run a saved answer's file and return its definition of the first of `names` that it defines.
 
-    Raises what the file raises, and CourseError where it has none of them.
+    Raises the exceptions of the file, and CourseError if it defines none of the names.
     """
     module = ModuleType(f"nanoserve_answers_{path.name.strip('.').partition('.')[0]}")
     module.__file__ = str(path)
@@ -209,7 +210,7 @@ def load_answer(path: Path, *names: str) -> Callable:
 
 
 def _save(day: int, exercise: Exercise, answer: Callable) -> str | None:
-    """What keeps the answer from being saved, or None when it is."""
+    """Save the answer. Returns None, or the reason why it was not saved."""
     called = getattr(answer, "__name__", "<nothing>")
     if called not in exercise.names:
         return f"it is called `{called}`: write it with `def {exercise.name}`"
@@ -236,9 +237,9 @@ def _trouble(loaded: Outcome) -> str:
 
 
 def _write(path: Path, source: str, accept: Callable[[Path], str | None]) -> str | None:
-    """Write an answer if `accept(file)` finds nothing wrong with the written file.
+    """Write an answer if `accept(file)` returns None for the written file.
 
-    Returns what is wrong, or None when it is saved. An older, different answer stays as .bak.
+    Returns the result of `accept`. An older, different answer is kept as .bak.
     """
     candidate = path.with_name(f".{path.name}.new")
     write_atomically(candidate, source)
@@ -256,7 +257,7 @@ def _write(path: Path, source: str, accept: Callable[[Path], str | None]) -> str
 
 
 def _holders(thing: object) -> list[tuple[object, str]]:
-    """Every (module, name) of the engine and of saved answers that holds this very object."""
+    """Every (module, name) of the engine and of the saved answers that refers to this object."""
     found = []
     for module_name, module in list(sys.modules.items()):
         inside = module_name == "nanoserve" or module_name.startswith(("nanoserve.", "nanoserve_a"))
@@ -265,5 +266,6 @@ def _holders(thing: object) -> list[tuple[object, str]]:
                 (module, name) for name, value in list(vars(module).items()) if value is thing
             ]
     if not found:
-        raise CourseError(f"no module of the engine holds {getattr(thing, '__name__', 'it')}")
+        name = getattr(thing, "__name__", repr(thing))
+        raise CourseError(f"no module of the engine refers to {name}")
     return found

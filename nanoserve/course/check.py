@@ -25,8 +25,8 @@ ALIKE_HALF = close(atol=1e-2, rtol=1e-2)  # the same, in 16 bits
 
 @dataclass
 class Row:
-    """One case's result. `message` is empty where the case passed; `mistake` is the known wrong
-    answer that did the same in this case."""
+    """The result of one case. `message` is empty if the case passed. `mistake` is the known wrong
+    answer with the same outcome in this case."""
 
     what: str
     kind: str
@@ -50,8 +50,8 @@ class Report:
     name: str
     rows: list[Row]
     status: str
-    note: str = ""  # whether a passed answer is saved; a second line under the heading
-    source: str = ""  # of the answer, where it is found
+    note: str = ""  # second line under the heading: whether a passed answer is saved
+    source: str = ""  # of the answer; empty if it was not found
 
     @property
     def failed(self) -> Row | None:
@@ -59,12 +59,12 @@ class Report:
 
     @property
     def diagnosed(self) -> Row | None:
-        """The first row in which a known mistake was recognised, else the first that failed."""
+        """The first row with a recognised mistake; without one, the first failed row."""
         return next((row for row in self.rows if row.mistake), self.failed)
 
     @property
     def identity(self) -> tuple[str, ...]:
-        """Equal for the same answer with the same outcomes."""
+        """A key that is equal for the same answer with the same outcomes."""
         return (self.name, self.source, *(f"{row.got} {row.message}" for row in self.rows))
 
     @property
@@ -79,7 +79,7 @@ class Report:
 
     @property
     def told(self) -> list[str]:
-        """Each row's message, or "as above" where the last row that failed has the same one."""
+        """Each row's message, or "as above" if the failed row before it has the same message."""
         told, last = [], ""
         for row in self.rows:
             told.append("as above" if row.message and row.message == last else row.message)
@@ -87,7 +87,7 @@ class Report:
         return told
 
     def text(self) -> str:
-        """The table for a terminal; sentences stand on lines of their own below it."""
+        """The table for a terminal, with the messages on separate lines below the table."""
         if self.status == "not attempted":
             return self.heading
         cells = [(row.what, row.expected, row.got, row.verdict) for row in self.rows]
@@ -101,7 +101,7 @@ class Report:
         return "\n".join([*lines, *(["", self.note] if self.note else [])])
 
     def html(self) -> str:
-        """The table for a notebook; the page's own colours, light or dark."""
+        """The table for a notebook, in the colours of the page (light or dark)."""
         colour = {"passed": GOOD, "package": GOOD, "failed": BAD}.get(self.status, "inherit")
         head = f'<div style="margin:0.4em 0"><b style="color:{colour}">{escaped(self.heading)}</b>'
         if self.status == "not attempted":
@@ -115,14 +115,15 @@ class Report:
 
 
 def run(exercise: Exercise, answer: Callable) -> Report:
-    """Run every case of the exercise on the answer. Raises nothing but KeyboardInterrupt.
+    """Run every case of the exercise on the answer. Raises only KeyboardInterrupt.
 
-    After a case that ran over the limit the rest are not run. Each failed case is diagnosed by
-    itself: where a known wrong answer does the same, the row says what that mistake is.
+    After a case that exceeds the time limit, no other case runs. Each failed case is diagnosed
+    separately: if a known wrong answer has the same outcome, the row explains that mistake.
     """
     method = _method(exercise)
     if method and isinstance(answer, type) and method not in vars(answer):
-        return Report(exercise.name, [], "not attempted", f"it has no method `{method}` of its own")
+        note = f"the class does not define the method `{method}`"
+        return Report(exercise.name, [], "not attempted", note)
     subject = exercise.as_subject(answer)
     solution = exercise.reference()
     cases = exercise.cases()
@@ -166,10 +167,10 @@ def diagnose(
 ) -> Wrong | None:
     """The known mistake that explains why case number i failed, or None.
 
-    A candidate fails this case with the same outcome. The one with the same outcome in most cases
-    wins, then the first. A result that many answers can give (an exception, a single number, any
-    value where a refusal is expected) proves less: there a candidate must pass wherever the answer
-    passes.
+    A candidate is a mistake that fails this case with the same outcome. Candidates that pass every
+    case that the answer passes come first. Then the candidate with the same outcome in most cases
+    comes first, then the earlier one. Many answers give an exception, a single number, or any value
+    where an exception is expected. For such outcomes only candidates of the first kind count.
     """
     if trials[i].message is None or _unwritten(trials[i].outcome):
         return None
@@ -191,7 +192,7 @@ def diagnose(
 def perform(
     case: Case, subject: Callable, limit: float, files: tuple[str, ...] = ()
 ) -> tuple[Outcome, bool]:
-    """Run one case on copies of its inputs: what happened, and whether the inputs are unchanged."""
+    """Run one case on copies of its inputs. Returns (outcome, whether the inputs are unchanged)."""
     args, kwargs = copied(case.args), copied(dict(case.kwargs))
     call = case.call or (lambda answer, *args, **kwargs: answer(*args, **kwargs))
     outcome = guarded(lambda: call(subject, *args, **kwargs), limit, files)
@@ -212,18 +213,18 @@ def expected_outcome(case: Case, solution: Callable, limit: float = 10.0) -> Any
 
 
 def judge(case: Case, outcome: Outcome, expectation: Any, limit: float) -> str | None:
-    """None where the outcome is as expected, else the sentence that says what is off.
+    """None if the outcome is as expected, else a sentence about the difference.
 
-    The comparison is guarded too, since it touches what the answer returned.
+    The comparison has a time limit too, because it uses objects that the answer returned.
     """
     judged = guarded(lambda: _judge(case, outcome, expectation), limit)
     if judged.kind == "value":
         return judged.value
-    return f"what it gives ({a(outcome.value)}) cannot be compared with the expected value"
+    return f"the result ({a(outcome.value)}) cannot be compared with the expected value"
 
 
 def copied(value: Any) -> Any:
-    """A copy of tensors and plain containers; anything else (a model, a pool) is shared."""
+    """A copy of tensors and plain containers. Anything else (a model, a pool) is not copied."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if isinstance(value, np.ndarray):
@@ -293,7 +294,7 @@ def _tried(
     expected: list[Any],
     files: tuple[str, ...],
 ) -> list[Trial]:
-    """The cases in turn, up to the first that runs over the limit."""
+    """Run the cases in order, up to the first that exceeds the time limit."""
     trials: list[Trial] = []
     for case, wanted in zip(cases, expected, strict=True):
         outcome, unchanged = perform(case, subject, exercise.limit, files)
@@ -326,9 +327,9 @@ def _row(case: Case, expectation: Any, trial: Trial | None, inputs: str) -> Row:
 
 
 def _inputs(case: Case, solution: Callable) -> str:
-    """The arguments of a case on one line: tensors by their shape, anything else cut short.
+    """The arguments of a case on one line: tensors by their shape, other values shortened.
 
-    Objects that have no short form, such as a model, are left out.
+    Objects without a short form, such as a model, are left out.
     """
     if case.inputs is not None:
         return case.inputs
@@ -359,7 +360,7 @@ def _told(expectation: Any) -> str:
 
 
 def _safely(make: Callable[[], Any], otherwise: Any) -> Any:
-    """make(), or `otherwise` where what an answer returned cannot be shown."""
+    """make(), or `otherwise` if that raises: an answer can return objects that cannot be shown."""
     try:
         return make()
     except Exception:
@@ -386,7 +387,8 @@ def _unwritten(outcome: Outcome) -> bool:
 
 
 def _alike(one: Trial, other: Trial) -> bool:
-    """Whether two answers did the same in a case; an exception needs its type and its cause."""
+    """Whether two answers have the same outcome in a case: equal values, or exceptions of one type
+    and cause."""
     mine, theirs = one.outcome, other.outcome
     if mine.kind != theirs.kind or one.unchanged != other.unchanged:
         return False
@@ -399,8 +401,10 @@ def _alike(one: Trial, other: Trial) -> bool:
 
 
 def _cause(outcome: Outcome) -> tuple[type, str]:
-    """What an exception is recognised by: its type, with its message unless the answer's own
-    `raise` chose the words. Names of variables do not count."""
+    """The type and message of an exception, to compare two of them.
+
+    A message from the answer's own `raise` is left out. Names of variables are replaced.
+    """
     if ": `raise " in outcome.line:
         return type(outcome.error), "raise"
     text = message_of(outcome.error)
@@ -410,7 +414,7 @@ def _cause(outcome: Outcome) -> tuple[type, str]:
 
 
 def _known_trials(exercise: Exercise, cases: list[Case], expected: list[Any]) -> list[list[Trial]]:
-    """What each wrong answer does on each case: tried once, since cases are the same each time."""
+    """The outcome of each wrong answer on each case. Stored, since the cases are always equal."""
     kept = _known.get(id(exercise))
     if kept is not None:
         return kept[1]
@@ -419,7 +423,7 @@ def _known_trials(exercise: Exercise, cases: list[Case], expected: list[Any]) ->
         for m in exercise.wrong
     ]
     if all(trial.outcome.kind != "timeout" for trials in known for trial in trials):
-        _known[id(exercise)] = exercise, known  # kept with it, so that its id stays its own
+        _known[id(exercise)] = exercise, known  # the reference keeps the id from being reused
     return known
 
 

@@ -1,6 +1,6 @@
-"""Comparing an answer with what was expected, in sentences a person can act on.
+"""Comparing an answer with the expected value. A difference is one sentence for the learner.
 
-A comparison is `compare(got, expected) -> str | None`: None when they agree, else one sentence.
+A comparison is `compare(got, expected) -> str | None`: None if they agree, else the sentence.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 Compare = Callable[[Any, Any], "str | bool | None"]
 WIDTH = 44  # characters of a table cell
-GIVES_NONE = "it gives None: is a `return` missing?"
+GIVES_NONE = "it returns None: is a `return` missing?"
 
 
 def exact(got: Any, expected: Any) -> str | None:
@@ -39,7 +39,7 @@ def short(value: Any, width: int = WIDTH) -> str:
 
 
 def contrast(one: Any, other: Any, width: int = WIDTH) -> tuple[str, str]:
-    """Both values as `short`, but cut so that the first difference stands in the line."""
+    """Both values as `short`, but cut so that their first difference is visible."""
     lines = _line(one, None), _line(other, None)
     first = _first_difference(*lines)
     if first < width - 12 or first == max(map(len, lines)):
@@ -57,7 +57,7 @@ def a(value: Any) -> str:
 
 
 def _line(value: Any, width: int | None) -> str:
-    """A value on one line; `width` keeps the items of a collection short, None does not."""
+    """A value on one line. `width` limits each item of a collection; None sets no limit."""
     if isinstance(value, torch.Tensor):
         text = f"{_dtype(value)} {list(value.shape)}"
         if value.numel() <= 6 and not value.is_meta:
@@ -79,7 +79,7 @@ def _line(value: Any, width: int | None) -> str:
 
 
 def _cut(text: str, begin: int, width: int) -> str:
-    """`width` characters of a text from `begin` on, with dots where something is left out."""
+    """`width` characters of a text, from `begin` on. Dots mark text that is left out."""
     text = f"...{text[begin:]}" if begin else text
     return text if len(text) <= width else text[: width - 3] + "..."
 
@@ -92,15 +92,15 @@ def _differ(got: Any, expected: Any, atol: float, rtol: float, path: tuple) -> s
     told = _difference(got, expected, atol, rtol, path)
     if told is None or isinstance(told, _Placed):
         return told
-    return _Placed(f"{_place(path)}: {told.removeprefix('it gives ')}" if path else told)
+    return _Placed(f"{_place(path)}: {told.removeprefix('it returns ')}" if path else told)
 
 
 class _Placed(str):
-    """A sentence that already names the item or key in which the difference lies."""
+    """A sentence that already names the item or key with the difference."""
 
 
 def _place(path: tuple) -> str:
-    """Where something is, from the inside out: "item 4 of 'slots'", "item 0 of the list"."""
+    """A path in words, innermost step first: "item 4 of 'slots'", "item 0 of the list"."""
     steps = [step if isinstance(step, str) else f"item {step[0]}" for step in reversed(path)]
     return " of ".join(steps) + ("" if isinstance(path[0], str) else f" of the {path[0][1]}")
 
@@ -112,10 +112,10 @@ def _difference(got: Any, expected: Any, atol: float, rtol: float, path: tuple) 
         return _differ_tensor(got, expected, atol, rtol)
     if isinstance(expected, np.ndarray):
         if not isinstance(got, np.ndarray):
-            return f"it gives {a(got)} where an array is expected"
+            return f"it returns {a(got)} where an array is expected"
         return _differ_tensor(torch.as_tensor(got), torch.as_tensor(expected), atol, rtol)
     if isinstance(got, torch.Tensor):
-        return f"it gives a tensor where {a(expected)} is expected"
+        return f"it returns a tensor where {a(expected)} is expected"
     if isinstance(expected, bool) or isinstance(got, bool):
         same = isinstance(got, bool) and isinstance(expected, bool) and got == expected
         return None if same else f"expected {short(expected)}, got {short(got)}"
@@ -128,17 +128,17 @@ def _difference(got: Any, expected: Any, atol: float, rtol: float, path: tuple) 
     if isinstance(expected, Mapping):
         return _differ_mapping(got, expected, atol, rtol, path)
     if type(got) is not type(expected):
-        return f"it gives {a(got)} where {a(expected)} is expected"
+        return f"it returns {a(got)} where {a(expected)} is expected"
     same = got is expected or got == expected
     return None if same else f"expected {short(expected)}, got {short(got)}"
 
 
 def _differ_tensor(got: Any, expected: torch.Tensor, atol: float, rtol: float) -> str | None:
     if not isinstance(got, torch.Tensor):
-        return f"it gives {a(got)} where a tensor is expected"
+        return f"it returns {a(got)} where a tensor is expected"
     if got.shape != expected.shape:
         turned = got.dim() > 1 and list(got.shape) == list(reversed(expected.shape))
-        hint = " (turned round?)" if turned else ""
+        hint = " (transposed?)" if turned else ""
         return f"wrong shape: expected {list(expected.shape)}, got {list(got.shape)}{hint}"
     if got.dtype != expected.dtype:
         return f"wrong dtype: expected {_dtype(expected)}, got {_dtype(got)}"
@@ -164,7 +164,7 @@ def _differ_tensor(got: Any, expected: torch.Tensor, atol: float, rtol: float) -
 
 def _differ_number(got: Any, expected: Any, atol: float, rtol: float) -> str | None:
     if not isinstance(got, numbers.Number):
-        return f"it gives {a(got)} where a number is expected"
+        return f"it returns {a(got)} where a number is expected"
     if got != got and expected == expected:
         return f"NaN, expected {_number(expected)}"
     if got == expected or (got != got and expected != expected):
@@ -176,7 +176,7 @@ def _differ_number(got: Any, expected: Any, atol: float, rtol: float) -> str | N
 
 def _differ_text(got: Any, expected: Any) -> str | None:
     if type(got) is not type(expected):
-        return f"it gives {a(got)} where {a(expected)} is expected"
+        return f"it returns {a(got)} where {a(expected)} is expected"
     if got == expected:
         return None
     first = _first_difference(got, expected)
@@ -190,7 +190,7 @@ def _differ_text(got: Any, expected: Any) -> str | None:
 def _differ_sequence(got, expected, atol, rtol, path) -> str | None:
     kind = list if isinstance(expected, list) else tuple
     if not isinstance(got, kind):
-        return f"it gives {a(got)} where {a(expected)} is expected"
+        return f"it returns {a(got)} where {a(expected)} is expected"
     for i, (x, y) in enumerate(zip(got, expected, strict=False)):
         message = _differ(x, y, atol, rtol, (*path, (i, kind.__name__)))
         if message:
@@ -202,13 +202,13 @@ def _differ_sequence(got, expected, atol, rtol, path) -> str | None:
 
 def _differ_mapping(got, expected, atol, rtol, path) -> str | None:
     if not isinstance(got, Mapping):
-        return f"it gives {a(got)} where {a(expected)} is expected"
+        return f"it returns {a(got)} where {a(expected)} is expected"
     for key in expected:
         if key not in got:
             return f"the key {short(key)} is missing"
     for key in got:
         if key not in expected:
-            return f"the key {short(key)} is one too many"
+            return f"the key {short(key)} should not be there"
     for key in expected:
         step = repr(key) if isinstance(key, str) else f"key {short(key)}"
         message = _differ(got[key], expected[key], atol, rtol, (*path, step))

@@ -11,7 +11,7 @@ PHASES = ("Foundations", "Correct generation", "Paged memory")
 
 @dataclass(frozen=True)
 class DayInfo:
-    """A day: `needs` are the days it builds on, `summary` is one sentence about what is built."""
+    """A day. `needs` are the days that it builds on. `summary` is one sentence about its work."""
 
     number: int
     slug: str
@@ -53,25 +53,25 @@ _ROWS = (
     ("block", "One block", 2, 0, (5, 6),
      "You join norm, attention and MLP with two residuals into one layer of the model."),
     ("model", "The whole forward pass", 2, 1, (7,),
-     "You stack thirty blocks into a model whose logits are the oracle's."),
+     "You stack thirty blocks into a model whose logits equal the oracle's."),
     ("greedy", "Greedy, token for token", 2, 1, (3, 8),
      "You write the loop that makes text, and match the oracle for 64 tokens on ten prompts."),
     ("sampling", "Sampling", 3, 1, (9,),
      "You write temperature, top-k, top-p and min-p, ties and edges included."),
     ("kv_cache", "Remember the keys", 3, 1, (9,),
-     "You keep the keys and values of past tokens: same tokens, less time a step."),
+     "You store the keys and values of past tokens: the same tokens, less time per step."),
     ("generate", "One loop for both", 3, 1, (10, 11),
-     "You write one generate loop with streaming and stop strings that never leak."),
+     "You write one generate loop with streaming and with stop strings that are never shown."),
     ("bench", "What the cache bought", 3, 1, (12,),
-     "You measure the cache's speed-up beside the curve of Day 1."),
+     "You measure the cache's speed-up and compare it with the curve of Day 1."),
     ("block_allocator", "A pool of blocks", 4, 2, (11, 13),
      "You hand out memory in small blocks, all or nothing."),
     ("block_table", "Logical to physical", 4, 2, (14,),
-     "You write the table that says in which block and slot a token lies."),
+     "You write the table that maps a token's position to its block and slot."),
     ("paged_cache", "Real keys in scattered blocks", 4, 2, (15,),
-     "You write keys and values through slots and gather them back unchanged."),
+     "You write keys and values into slots, gather them, and find them unchanged."),
     ("reuse", "Give it back", 4, 2, (16,),
-     "You free blocks and use them again, and poison proves that nothing stale is read."),
+     "You free blocks and use them again. Poison proves that no stale value is read."),
     ("reference", "Freeze the target", 5, 2, (6, 16, 17),
      "You write attention through the slot mapping: the oracle of every kernel."),
     ("fused_read", "The fused read", 5, 2, (18,),
@@ -106,7 +106,7 @@ DAYS: tuple[DayInfo, ...] = tuple(DayInfo(i, *row) for i, row in enumerate(_ROWS
 
 
 def find(day: int | str) -> DayInfo:
-    """The day meant by 2, "2", "day02" or "day02_weights.ipynb"; CourseError if none is."""
+    """The day for 2, "2", "day02" or "day02_weights.ipynb"; CourseError if there is none."""
     text = str(day).strip().lower().removeprefix("day").partition("_")[0].partition(".")[0]
     if text.isdecimal() and int(text) < len(DAYS):
         return DAYS[int(text)]

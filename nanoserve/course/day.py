@@ -31,7 +31,7 @@ def day(number: int | str) -> Day:
 
 
 class Day:
-    """A day's workbench. A learner's mistake is shown in one output, never raised."""
+    """A day's workbench. A learner's mistake is shown in one output and raises no exception."""
 
     def __init__(self, number: int | str) -> None:
         self.info = find(number)
@@ -45,10 +45,10 @@ class Day:
         return f"Day {self.number} · {self.info.title}"
 
     def check(self, answer: Callable, name: str | None = None) -> None:
-        """Try an answer on every case of its exercise and show what happened, row by row.
+        """Run an answer on every case of its exercise and show a table of the results.
 
-        The exercise is the one called `name`, or as the answer is. An answer that passes is saved,
-        and `mine()` can run the engine with it.
+        `name` chooses the exercise; the default is the answer's own name. An answer that passes is
+        saved, and `mine()` can run the engine with it.
         """
         wanted = name or getattr(answer, "__name__", None)
         named = sorted(self.exercises, key=lambda e: e.name != wanted)  # a former name comes second
@@ -58,7 +58,7 @@ class Day:
             asked = wanted or short(answer)
             show(f"Day {self.number} has no exercise {asked!r}. Its exercises: {names}.")
         elif not callable(answer):
-            show(f"Hand over the function itself, without a call: today.check({exercise.name})")
+            show(f"Pass the function itself, without calling it: today.check({exercise.name})")
         else:
             self.last = checking.run(exercise, answer)
             if self.last.status == "passed":
@@ -66,19 +66,19 @@ class Day:
             show(self.last.text(), html=self.last.html())
 
     def hint(self) -> None:
-        """A hint for the answer that was checked last. Each call climbs one rung of three.
+        """Show a hint for the answer that was checked last. Each call shows the next of three.
 
-        A recognised mistake chooses the hints, else the case that failed. Another answer, or the
-        same one with other results, starts at the first rung.
+        A recognised mistake chooses the hints; without one, the failed case does. After a change of
+        the answer or of its results, the next hint is the first again.
         """
         report = self.last
         if report is None:
-            show("Run the check first: a hint looks at the case that failed.")
+            show("Run the check first: a hint is about a case that failed.")
             return
         exercise = next(e for e in self.exercises if e.name == report.name)
         row = exercise.cases()[0] if report.status == "not attempted" else report.diagnosed
         if row is None:
-            show(f"Every case of {report.name} passes: there is nothing to hint at.")
+            show(f"Every case of {report.name} passes: no hint is needed.")
             return
         mistake = getattr(row, "mistake", None)
         rung = min(self._climbed.get(report.identity, 0) + 1, RUNGS)
@@ -93,9 +93,9 @@ class Day:
     def mine(self, everything: bool = False) -> Iterator[dict[str, int]]:
         """Within `with today.mine():` the engine runs with your saved answers of this day.
 
-        With `everything`, those of all days. What runs is printed, and at the end how often each
-        was called; all is put back. `with today.mine() as calls:` gives the calls by name, at the
-        end of the block.
+        `everything=True` takes the saved answers of all days. Prints which answers run and, at the
+        end, how often each was called. After the block the engine runs its own code again. At the
+        end of `with today.mine() as calls:`, `calls` holds the number of calls by name.
         """
         days = DAYS if everything else (self.info,)
         saved = [a for i in days for a in answers.saved_answers(i.number, exercises_of(i.number))]
@@ -120,7 +120,7 @@ class Day:
         beside = [e for e in self.exercises if not e.target]
         beside = [e.name for e in beside if answers.saved_path(self.number, e)]
         if beside and parts and not everything:
-            yield f"Saved, but with no place in the engine: {', '.join(beside)}."
+            yield f"Saved, but not a part of the engine: {', '.join(beside)}."
         names = ", ".join(
             f"{a.exercise.name} (Day {a.day})" for a in saved if a.definition is not None
         )
@@ -129,7 +129,10 @@ class Day:
         elif broken:
             yield "The engine runs with its own code."
         elif not parts and not everything:
-            yield f"No exercise of Day {self.number} is a part of the engine: it runs its own code."
+            yield (
+                f"No exercise of Day {self.number} is a part of the engine: "
+                "the engine runs with its own code."
+            )
         else:
             which = ", ".join(parts) if beside and not everything else "answer"
             when = "" if everything else f" of Day {self.number}"
@@ -144,10 +147,10 @@ class Day:
         low: float | None = None,
         high: float | None = None,
     ) -> None:
-        """Ask before measuring. The guess is a number from `low` to `high`, or one of `choices`.
+        """Ask for a guess before a measurement: a number from `low` to `high`, or a choice.
 
-        A guess is kept in work/ and given back by `guess(name)`; None keeps an earlier one. One
-        that does not fit is not kept, and a sentence says what would fit.
+        The guess is stored in work/, and `guess(name)` returns it. None keeps an earlier guess. A
+        guess that does not fit is not stored; a sentence says which guesses fit.
         """
         ask = question if choices is None else f"{question} ({', '.join(choices)})"
         if guess is None:
@@ -187,7 +190,7 @@ class Day:
         show(f"[picture: {name}]", png=path.read_bytes())
 
     def widget(self, name: str, **options: Any) -> None:
-        """Show a widget of the day; where widgets do not render, its picture."""
+        """Show a widget of the day, or its picture where widgets do not render."""
         factories = widgets_of(self.number)
         if name not in factories:
             known = ", ".join(factories) or "none"
@@ -200,7 +203,7 @@ class Day:
         return json.loads(path.read_text(encoding="utf-8"))
 
     def review(self) -> None:
-        """The week's questions; each answer unfolds."""
+        """Show the week's questions, each with its answer folded."""
         questions = review_of(self.number)
         if not questions:
             raise CourseError(f"day {self.number} has no review questions")
@@ -213,14 +216,14 @@ class Day:
         show("\n".join(plain), html="".join(rich))
 
     def glossary(self, *names: str) -> None:
-        """A table of these terms; with none named, of all that this day defines."""
+        """Show a table of the terms `names`; without names, of all terms that this day defines."""
         rows = [(t.term, t.meaning) for t in terms.lookup(names, self.number)]
         rich = [(f"<b>{escaped(term)}</b>", escaped(meaning)) for term, meaning in rows]
         head = ("term", "meaning")
         show(text_table(head, rows), html=html_table(head, rich))
 
     def progress(self) -> None:
-        """The map of the days, with the exercises you have passed."""
+        """Show the map of the days, with the exercises that you have passed."""
         from nanoserve.course.widgets import progress_map
 
         plain, rich = progress_map(store.status())
@@ -235,22 +238,22 @@ def _told(guess: float | str) -> str:
 def _fitting(
     guess: Any, choices: tuple[str, ...] | None, low: float | None, high: float | None
 ) -> tuple[Any, str]:
-    """(value, "") of a guess that fits, or (None, the sentence that says what would)."""
+    """(value, "") for a guess that fits, else (None, a sentence that says which guesses fit)."""
     if choices is not None:
         match = next((c for c in choices if str(guess).strip().lower() == c.lower()), None)
         if match is None:
-            return None, f"{short(guess)} is none of the choices: {', '.join(choices)}."
+            return None, f"{short(guess)} is not one of the choices: {', '.join(choices)}."
         return match, ""
     if isinstance(guess, str):
         with contextlib.suppress(ValueError):
             guess = float(guess.strip().replace(",", ""))
     if isinstance(guess, bool) or not isinstance(guess, numbers.Real) or not math.isfinite(guess):
-        return None, f"{short(guess)} is not a number: a guess here is one, such as 3 or 0.5."
+        return None, f"{short(guess)} is not a number. Guess a number, such as 3 or 0.5."
     if (low is not None and guess < low) or (high is not None and guess > high):
         lowest = [] if low is None else [f"at least {low:g}"]
         highest = [] if high is None else [f"at most {high:g}"]
         wanted = " and ".join(lowest + highest)
-        return None, f"{short(guess)} does not fit: a guess here is {wanted}."
+        return None, f"{short(guess)} does not fit: the guess must be {wanted}."
     return float(guess), ""
 
 

@@ -1,4 +1,4 @@
-"""What an exercise is: cases, hints and the wrong answers people really give."""
+"""Exercises: their cases, their hints and common wrong answers."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ __all__ = [
 
 
 class CourseError(ValueError):
-    """A request to the workbench that cannot be met; the message is one sentence."""
+    """An invalid request to the workbench. The message is one sentence."""
 
 
 class _AsSolution:
-    """The default of Case.expected: whatever the solution does on the same arguments."""
+    """The default of Case.expected: the solution's outcome on the same arguments."""
 
 
 AS_SOLUTION = _AsSolution()
@@ -47,14 +47,14 @@ def raises(error: type[BaseException], names: str = "") -> Raises:
 
 @dataclass(frozen=True)
 class Case:
-    """One row of a check: the answer is called with args and kwargs, and the result compared.
+    """One row of a check: the answer is called with args and kwargs, and the result is compared.
 
-    `what` says to the learner what is tried; `kind` chooses the hints. `expected` is a value, a
-    `raises(...)`, or a function of the solution; left out, it is what the solution does here.
+    `what` names the case for the learner; `kind` chooses the hints. `expected` is a value, a
+    `raises(...)`, or a function of the solution; the default is the solution's outcome here.
     `call(answer, *args, **kwargs)` replaces the plain call: for classes, or to collect a generator.
-    `compare(got, expected)` gives None or True when they agree, else a sentence (or False).
-    Inputs are copied for each run; changing them fails the case unless `mutates` is set. The row
-    shows them; `inputs` is a text to show in their place, and "" shows none.
+    `compare(got, expected)` returns None or True if they agree, else a sentence (or False).
+    Each run gets copies of the inputs. An answer that changes its inputs fails the case unless
+    `mutates` is set. The row shows the inputs, or the text `inputs` instead ("" shows nothing).
     """
 
     what: str
@@ -70,10 +70,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Wrong:
-    """A plausible wrong answer, and the sentence that tells its author what the mistake is.
+    """A plausible wrong answer, and a sentence that explains the mistake to its author.
 
-    `hints` names a kind of `Exercise.hints`, or holds three rungs of its own. None stands for the
-    kind of the case in which the mistake is recognised.
+    `hints` is a kind of `Exercise.hints`, or three hints for this mistake. None means the kind of
+    the case in which the mistake is recognised.
     """
 
     fn: Callable
@@ -88,15 +88,15 @@ def wrong(why: str, hints: str | tuple[str, str, str] | None = None) -> Callable
 
 @dataclass(frozen=True)
 class Exercise:
-    """One thing to write on a day.
+    """One function or class that the learner writes on a day, called `name`.
 
-    `name` is the name of the learner's function or class. `cases()` makes the cases afresh, the
-    same each time (seed what is random). `hints` maps each kind of case to three rungs. `target`
-    is what the answer replaces in the engine: "nanoserve.weights:unpermute", a class, or a method
-    as "nanoserve.cache:NaiveKVCache.append" (the cases then get the class). `solution` is left out
-    where the target is the solution. `limit` is the number of seconds a case may take. `was` holds
-    former names of the exercise: answers and progress saved under them still count. A day is done
-    without its `optional` exercises.
+    `cases()` makes new but equal cases on each call (random values need a seed). `hints` maps each
+    kind of case to three hints. `target` is the part of the engine that the answer replaces: a
+    function ("nanoserve.weights:unpermute"), a class, or a method; for the method
+    "nanoserve.cache:NaiveKVCache.append" the cases get the class. Without `solution`, the target is
+    the solution. `limit` is the time limit of a case in seconds. `was` holds former names of the
+    exercise: answers and progress saved under them still count. A day is done without its
+    `optional` exercises.
     """
 
     name: str
@@ -123,7 +123,7 @@ class Exercise:
         return (self.name, *self.was)
 
     def ladder(self, kind: str, mistake: Wrong | None = None) -> tuple[str, str, str]:
-        """Three hints for a case of this kind; a recognised mistake may choose others."""
+        """The three hints for a case of this kind; a recognised mistake may choose others."""
         chosen = mistake.hints if mistake and mistake.hints else kind
         return self.hints[chosen] if isinstance(chosen, str) else chosen
 
@@ -137,7 +137,7 @@ class Exercise:
         return holder if isinstance(holder, type) else found
 
     def as_subject(self, answer: Callable) -> Callable:
-        """What the cases are run on: a function written for a method is put into its class."""
+        """The object for the cases: the answer, or for a method a subclass that has it."""
         if self.target is None or isinstance(answer, type):
             return answer
         holder, attribute, _ = locate(self.target)

@@ -1,4 +1,4 @@
-"""The words of the course: each with its meaning and the day that defines it."""
+"""The glossary: each term with its meaning and the day that defines it."""
 
 from __future__ import annotations
 
@@ -9,274 +9,292 @@ from nanoserve.course.exercise import CourseError
 
 @dataclass(frozen=True)
 class Term:
-    """A term, in plain words; `day` is the first day that may use it."""
+    """A term and its meaning. `day` is the first day that may use the term."""
 
     term: str
     meaning: str
     day: int
 
 
-# One entry per term; a line that is indented goes on with the entry above it.
+# One entry per term. An indented line continues the entry above it.
 _BY_DAY = {
     0: """
-token: A piece of text, a word or a part of one, that the model reads and writes whole.
-token id: The number that stands for a token: its row in the model's table of tokens.
-vocabulary: All the tokens a model knows. SmolLM2's has 49,152.
-parameter: One number that was learned in training and is fixed now. SmolLM2-135M has 135
+token: A piece of text, a word or a part of a word. A model reads and writes whole tokens.
+token id: The number of a token in the vocabulary.
+vocabulary: All tokens of a model. SmolLM2 has 49,152.
+parameter: A number that training set and that inference does not change. SmolLM2-135M has 135
     million.
-tensor: An array of numbers with a shape and one type: here a PyTorch tensor.
+tensor: An array of numbers with a shape and one dtype. Here: a PyTorch tensor.
 dtype: The type of the numbers in a tensor, such as float32.
 float32: A floating-point number in 4 bytes, with about 7 decimal digits.
-inference: Running a trained model to get an answer. The model learns nothing from it.
-oracle: A trusted answer to compare with. Ours is the transformers library on the same files.
-nanoserve: The inference engine that you build here, and that you can import.
+inference: Running a trained model to get an output. Nothing is learned in the process.
+oracle: A trusted implementation to compare with. Here: the transformers library on the same files.
+nanoserve: The inference engine that you build in this course. It is a Python package.
 lands cell: A notebook cell whose code stands word for word in the package.
 """,
     1: """
-logits: The model's scores for the next token, one for each token of the vocabulary.
-greedy: Taking the token with the highest score, every time.
-prompt: The text a model is given to go on from.
-context: The tokens that the model sees in a step, and the maximum number of them.
-prefill: The first forward pass, which reads the whole prompt at once.
-decode: Every later step: the model makes one more token from all tokens before it.
+logits: The model's scores for the next token: one score for each token of the vocabulary.
+greedy: Always choosing the token with the highest score.
+prompt: The text that you give to a model. The model continues it.
+context: The tokens that a model can use in a step: the prompt and all tokens written so far. Each
+    model has a maximum; SmolLM2's is 8,192 tokens.
+prefill: The first forward pass. It processes the whole prompt at once.
+decode: Each later step. It adds one token to the sequence.
 forward pass: One run of token ids through the whole model, up to the logits.
-layer: One of the model's equal stages. SmolLM2-135M has 30 of them.
-activation: A tensor that a model computes from its input, unlike the fixed parameters.
-hook: A function that PyTorch calls when a part of a model has run; we use it to copy
+layer: One of the equal stages of a model. SmolLM2-135M has 30.
+activation: A tensor that a model computes from its input. A parameter, in contrast, is stored.
+hook: A function that PyTorch calls after a part of a model has run. We use hooks to copy
     activations.
-key: The vector by which attention finds a past token, in each layer.
-value: The vector that a past token contributes when attention finds it.
-attention: The step that mixes into each token a weighted sum of the values of earlier tokens.
-KV cache: The kept keys and values of past tokens, so that they are computed only once. Built on
+key: A vector of a token, one set in each layer. Attention compares the keys of past tokens with
+    the new token.
+value: A vector of a token, one set in each layer. Attention adds up the values of past tokens, each
+    with a weight that comes from its key.
+attention: The part of a layer in which a token takes information from the tokens before it.
+KV cache: The stored keys and values of past tokens. With it, each is computed only once. Built on
     Day 11.
 FLOP: One floating-point operation: an addition or a multiplication.
-latency: The time somebody waits for one result, here for one token.
-throughput: How much gets done in a second, here in tokens per second.
-checkpoint: A folder or file that holds a trained model: its parameters and how to read them.
+latency: The time that a user waits for one result. Here: for one token.
+throughput: The amount of work done per second. Here: tokens per second.
+checkpoint: A file or folder with a trained model: its parameters and its configuration.
 """,
     2: """
-config: The figures that fix a model's shape: how many layers, heads, dimensions and tokens.
-hidden size: The length of the vector that stands for one token inside the model: 576 in
+config: The numbers that define a model's shape: layers, heads, dimensions, size of the vocabulary.
+hidden size: The length of the vector that represents one token inside the model: 576 in
     SmolLM2.
-head: One of the parts that attention is split into, each with its own queries, keys and values.
-KV head: A head's keys and values. Several query heads can share one.
-GQA: Grouped-query attention: fewer KV heads than query heads. SmolLM2 has 9 query heads and 3
+head: One of several attention computations that run side by side in a layer.
+KV head: A head of keys and values. Several query heads can share one KV head.
+GQA: Grouped-query attention: several query heads share one KV head. SmolLM2 has 9 query heads and 3
     KV heads.
-query head: A head's queries, which are compared with the keys.
-embedding: The table with one row of numbers per token of the vocabulary.
-tied head: A model whose last matrix is its embedding used again, so that it is stored once.
-state dict: A dictionary from a parameter's name to its tensor.
-safetensors: A file of named tensors that can be mapped into memory and contains no code.
-GGUF: The file format of llama.cpp: configuration, tokens and quantised tensors in one file.
-bfloat16: A floating-point number in 2 bytes: float32's range with about 3 decimal digits.
-quantisation: Storing numbers in few bits, with some loss, to save memory and the time to read
-    it.
-block scale: The factor that a small run of quantised numbers shares, 32 of them in Q4_1.
-Q4_1: A quantisation with 4 bits per number, and a scale and a minimum for every 32.
-dequantise: To turn quantised numbers back into floating point.
-memory map: Reading a file as if it were memory: a page is loaded when it is first touched.
-RoPE: Rotary position embedding: it turns pairs of a query's or key's numbers by an angle that
+query head: A head of queries. A query is the vector of a token that is compared with the keys.
+embedding: A table with one row of numbers for each token of the vocabulary.
+tied head: An output matrix that is the embedding used again, so that the matrix is stored once.
+state dict: A dictionary from the name of a parameter to its tensor.
+safetensors: A file format for named tensors. Loading a file runs no code and can use a memory map.
+GGUF: The one-file format of llama.cpp: configuration, vocabulary and quantised tensors together.
+bfloat16: A floating-point number in 2 bytes: the range of float32, about 3 decimal digits.
+quantisation: Storing numbers in fewer bits. It saves memory and reading time and loses some
+    precision.
+block scale: The factor that a group of quantised numbers shares. In Q4_1 a group has 32 numbers.
+Q4_1: A quantisation with 4 bits per number, and a scale and a minimum for each group of 32.
+dequantise: To turn quantised numbers back into floating-point numbers.
+memory map: A way to read a file as if it were memory. The operating system loads each part of the
+    file at its first use.
+RoPE: Rotary position embedding: it rotates pairs of numbers in each query and key by an angle that
     grows with the position. Built on Day 4.
 permutation: A change of order. GGUF stores the rows of q and k in another order than Hugging
     Face.
-shard: One of several files that a large checkpoint is cut into.
+shard: One of several files that together hold a large checkpoint.
 """,
     3: """
-tokenizer: The code and tables that turn text into token ids and back.
-UTF-8: The usual way to write text as bytes: one to four bytes per character.
-code point: The number that Unicode gives to one character.
-byte-level: Working on the bytes of the UTF-8 text, so that any script can be read.
-BPE: Byte-pair encoding: start from bytes, and join the pair that training ranked first, again
-    and again.
-merge: One rule of BPE: these two pieces, side by side, become one.
-pre-tokenizer: The splitter that cuts text into words before any merge; ours isolates every
-    digit.
-special token: A token that stands for no text and has a job, such as starting a message.
-BOS: The special token that begins a sequence, for the models that need one.
-EOS: The special token that ends an answer: generation stops there.
-chat template: The recipe, in Jinja, that writes a list of messages as the text the model was
-    trained on.
-detokeniser: The part that turns token ids back into text. A streaming one holds back half a
-    character until the rest comes.
-streaming: Showing text while it is being made, piece by piece.
-replacement character: The sign � that stands where bytes are no valid text.
-round trip: Encoding a text and decoding the ids: the result must be the same text.
-""",
-    6: """
-softmax: A function that turns scores into positive numbers that add up to 1. The largest score
-    gets the largest share.
-attention weight: The share of its attention that a query gives to one key.
-causal mask: The rule that a token sees itself and what came before, never what comes after.
-MHA: Multi-head attention: a KV head of its own for each query head.
-MQA: Multi-query attention: one KV head for all query heads.
-attention sink: A token, usually the first, that gets the attention that no other token needs.
-""",
-    7: """
-residual stream: The vector of a token that runs through the whole model; each part adds to it.
-decoder block: One layer: attention, then the MLP. Each reads the stream and adds its result.
-pre-norm: Attention and the MLP each read a normed copy of the stream; the stream itself is not
-    normed.
-""",
-    8: """
-final norm: The norm between the last layer and the head: the only one that is applied to the
-    stream itself.
-logit lens: Applying final norm and head to the stream after an earlier layer, to see which token
-    would be first there.
-""",
-    9: """
-argmax: The position of the largest value: among logits, the id of the best token.
-end token: A token that ends the text when it is chosen, such as EOS; a model can have several.
-near tie: Two tokens whose logits are so close that rounding can change which one is best.
-""",
-    10: """
-distribution: The probabilities of all tokens; together they are 1.
-sampling: Choosing the next token at random, each with its probability.
-temperature: The number that logits are divided by before softmax: below 1 sharpens the choice,
-    above 1 flattens it.
-top-k: Keeping the k most probable tokens and removing all others.
-top-p: Keeping the fewest tokens that together hold the probability p; also called nucleus.
-min-p: Keeping the tokens that are at least min_p times as probable as the best one.
-logprob: The natural logarithm of a probability: 0 for certain, more negative for less likely.
-seed: The number that a random generator starts from; the same seed gives the same draws.
-repetition penalty: A factor that makes tokens less likely once they stand in the text.
-chi-square: A sum that grows with the distance between counts and their expected values.
+tokenizer: The code and tables that turn text into token ids, and token ids into text.
+UTF-8: The usual encoding of text as bytes: one to four bytes per character.
+code point: The number that Unicode gives to a character.
+byte-level: Working on the bytes of the UTF-8 text. So every script can be encoded.
+BPE: Byte-pair encoding: start from bytes, then join pairs of neighbours, the pair with the best
+    rank first.
+merge: One rule of BPE: a pair of neighbouring pieces becomes one piece.
+pre-tokenizer: The code that splits text into words before any merge. Ours also makes each digit a
+    word of its own.
+special token: A token that marks something and stands for no text, such as the start of a message.
+BOS: The special token at the beginning of a sequence. Some models need it, others do not.
+EOS: The special token at the end of an answer. Generation stops there.
+chat template: A Jinja template that turns a list of messages into the text format of the model's
+    training.
+detokeniser: The code that turns token ids into text. A streaming detokeniser keeps an incomplete
+    character until its last byte arrives.
+streaming: Showing text piece by piece while the model generates it.
+replacement character: The character � that stands for bytes that are not valid text.
+round trip: Encoding a text and decoding the result, which gives the same text.
 """,
     4: """
-RMSNorm: Dividing a vector by its root mean square, then scaling each number by a learned weight.
-epsilon: A small number added under a root, so that a vector of zeros is not divided by zero.
-radian: The unit of angles here: a full turn is 2 pi of them, about 6.28.
-wavelength: The number of tokens in which a RoPE pair turns once around.
-RoPE scaling: Slowing some of a model's rotations, so that it can read longer texts than those of
+RMSNorm: Divide a vector by its root mean square, then multiply each number by a learned weight.
+epsilon: A small number that is added under a square root, so that no vector is divided by zero.
+radian: A unit of angles. A full turn is 2 pi radians, about 6.28.
+wavelength: The number of tokens in which a RoPE pair makes one full turn.
+RoPE scaling: Slower rotations of some pairs, so that a model can read longer texts than those of
     its first training.
-relative position: The distance between two tokens, independent of where in the text they are.
+relative position: The distance between two tokens. It is the same wherever they are in the text.
 """,
     5: """
-MLP: The part of a layer that works on each token alone: wider, bent, and back to the hidden size.
-activation function: A function that bends each number by itself, between two matrices.
-SiLU: The activation function z times sigmoid(z): near 0 for negative z, near z for positive.
-gate: A number that another number is multiplied by: near 0 it suppresses that number.
-SwiGLU: An MLP with two matrices side by side, where the SiLU of one gates the other.
-hidden unit: One of the numbers between the MLP's first two matrices and its last: 1,536 in
-    SmolLM2.
+MLP: The part of a layer that processes each token alone: a wider vector, a nonlinear function, then
+    the hidden size again.
+activation function: A nonlinear function of one number, applied to each number between two
+    matrices.
+SiLU: The activation function z * sigmoid(z): near 0 for very negative z, near z for large z.
+gate: A number that multiplies another number. A gate near 0 removes that number.
+SwiGLU: An MLP with two matrices side by side. The SiLU of the first product multiplies the second
+    product.
+hidden unit: One number of the wider vector inside the MLP. SmolLM2 has 1,536 in each layer.
+""",
+    6: """
+softmax: A function from scores to weights: positive numbers that add up to 1. The largest score
+    gets the largest weight.
+attention weight: The softmax weight of one key for one query.
+causal mask: The rule that a token uses itself and earlier tokens, and no later token.
+MHA: Multi-head attention: each query head has its own KV head.
+MQA: Multi-query attention: all query heads share one KV head.
+attention sink: A token, usually the first, that gets large attention weights and adds little
+    information.
+""",
+    7: """
+residual stream: The vector of a token that passes through all layers. Each part of a layer adds its
+    result to it.
+decoder block: One layer: attention, then the MLP. Each reads the residual stream and adds its
+    result.
+pre-norm: Attention and the MLP read a normalised copy of the residual stream. The stream itself
+    is not normalised.
+""",
+    8: """
+final norm: The norm between the last layer and the output matrix. It is the last step before the
+    logits.
+logit lens: Final norm and output matrix, applied to the residual stream after an earlier layer. The
+    result shows the best token at that layer.
+""",
+    9: """
+argmax: The position of the largest value. For logits: the id of the best token.
+end token: A token that ends the text when it is chosen, such as EOS. A model can have several.
+near tie: Two tokens with almost equal logits. A rounding difference can change the best token.
+""",
+    10: """
+distribution: The probabilities of all tokens. They add up to 1.
+sampling: Choosing the next token at random, each token with its probability.
+temperature: The number that divides the logits before softmax. Below 1 it makes likely tokens
+    more likely, above 1 less likely.
+top-k: Keeping the k most probable tokens.
+top-p: Keeping the fewest tokens whose probabilities add up to at least p. Also called nucleus
+    sampling.
+min-p: Keeping the tokens that are at least min_p times as probable as the best token.
+logprob: The natural logarithm of a probability: 0 for certain, more negative for less likely.
+seed: The number that initialises a random generator. The same seed gives the same choices.
+repetition penalty: A factor that lowers the scores of tokens that are already in the text.
+chi-square: A sum that grows with the differences between counts and their expected values.
 """,
     11: """
-seq_len: Of a cache: the number of tokens that it holds before this step.
-query_len: The number of new tokens of a step; each has a query.
-kv_len: The number of tokens whose keys and values a step uses: the cached ones and its own.
+seq_len: The number of tokens that a cache holds before this step.
+query_len: The number of new tokens in a step. Each new token has a query.
+kv_len: The number of tokens whose keys and values a step uses: the tokens in the cache, this step's
+    included.
 capacity: The number of tokens that a cache can hold before it must grow.
-contiguous: Lying in one unbroken run of memory.
-view: A tensor that shows another one's numbers without a copy of them.
-continuation: A step of several tokens that follow cached ones, such as the next message of a chat.
+contiguous: Stored in one range of memory, without gaps.
+view: A tensor that shares the memory of another tensor. Nothing is copied.
+continuation: A step with several new tokens after cached tokens, such as the next message of a
+    chat.
 """,
     12: """
-stop string: A text that ends the answer when the model writes it, and is not shown.
-finish reason: Why an answer ended: "stop" (an end token or a stop string) or "length".
-time to first token: TTFT: the time from the request to the first token; prefill is most of it.
-time per output token: TPOT: the time that each later token takes, on average.
+stop string: A text that ends the generation when the model writes it. The user does not see it.
+finish reason: The reason why generation ended: "stop" (an end token or a stop string) or "length".
+time to first token: TTFT: the time from the request to its first token. Most of it is prefill.
+time per output token: TPOT: the average time of each token after the first.
 """,
     13: """
-bandwidth: The number of bytes that can be read from memory in a second.
-peak bandwidth: The most that a machine reaches when it only reads memory: a limit for every step.
-memory-bound: Limited by the time to read memory: faster arithmetic would save no time.
-compute-bound: Limited by arithmetic: faster memory would save no time.
-warm-up: A run before the clock starts, so that costs of the first run are not measured.
-interleaved: Taking turns, so that a machine that slows down affects all variants alike.
+bandwidth: The number of bytes per second that are read from memory or written to it.
+peak bandwidth: The highest bandwidth of a machine. No step can read its bytes faster.
+memory-bound: Limited by the bandwidth of the memory. Faster arithmetic would save no time.
+compute-bound: Limited by arithmetic. Faster memory would save no time.
+warm-up: A run before the measurement, so that one-time costs are not measured.
+interleaved: Measured in turns (A, B, A, B), so that a slower moment of the machine affects all
+    variants alike.
 tile: A part of a large computation that is done at once, such as 128 rows of a matrix.
 """,
     14: """
-slot: The place of one token's key and value, in every layer.
-block: A fixed number of slots side by side, here 16, taken and given back as one.
-pool: The memory of all blocks, shared by all sequences.
-allocator: The part of a pool that records which blocks are free, and hands them out.
-fragmentation: Memory that is reserved and stays empty, so that no other sequence can use it.
-double free: Giving back a block that is already free. Two sequences would own it later.
-invariant: A condition that must hold after every step.
+slot: The storage of one token's keys and values, in every layer.
+block: A fixed number of neighbouring slots, here 16. The allocator gives out whole blocks.
+pool: The memory of all blocks. All sequences share it.
+allocator: The code that records which blocks are free, gives blocks out and takes them back.
+fragmentation: Memory that is reserved but empty, and that no other sequence can use.
+double free: Freeing a block that is already free. Later, two sequences would get the same block.
+invariant: A condition that is true after every step.
 """,
     15: """
-block table: A sequence's blocks in the order of its text.
-logical: Counted within the sequence: position 0, 1, 2, without a gap.
-physical: Counted within the memory: the slot where a token lies.
+block table: The list of a sequence's blocks, in the order of its tokens.
+logical: Counted within the sequence: position 0, 1, 2 and so on, without gaps.
+physical: Counted within the pool: the slot that stores a token.
 atomic: All or nothing: a step that fails changes nothing.
 """,
     16: """
-slot mapping: The slot of each position of a sequence, oldest first, as a tensor.
-scatter: To write rows to the places that a list of indices names.
-gather: To copy rows from the places that a list of indices names, into one contiguous run.
+slot mapping: A tensor with the slot of each position of a sequence, oldest position first.
+scatter: To write rows to the places that a list of indices gives.
+gather: To copy rows from the places that a list of indices gives into contiguous memory.
 """,
     17: """
-leak: Memory that is no longer used and is never given back.
-stale: Left over from an earlier owner of the memory.
-poison: To fill free memory with NaN, so that every result computed from it is NaN too.
-NaN: "Not a number": a float that makes every sum it enters NaN as well.
+leak: Memory that is no longer used and was not freed.
+stale: Written by an earlier owner of the memory, and no longer valid.
+poison: To fill free memory with NaN, so that every result computed from it is NaN.
+NaN: "Not a number": a float value. Every sum that contains it is NaN.
 """,
     18: """
-reference implementation: The plainest right code for one function. It may be slow; faster code is
+reference implementation: The simplest correct code for a function. It may be slow. Faster code is
     compared with it.
-tolerance: How far an answer may be from the reference: a fixed part, and a part of the value.
-byte-equal: The same in every bit, not only close.
-float16: A floating-point number in 2 bytes: about 3 to 4 decimal digits, nothing above 65,504.
+tolerance: The largest allowed difference from the reference: a fixed part, and a part relative to
+    the value.
+byte-equal: Equal in every bit.
+float16: A floating-point number in 2 bytes: about 3 decimal digits, at most 65,504.
 """,
     19: """
-fused: Done in one operation instead of two with a copy between them.
+fused: Done in one operation instead of two operations with a copy between them.
 plumbing: Code that passes the right arguments to the right function and computes nothing itself.
-spy: A replacement for a function that records its calls, so that a test can check the plumbing.
+spy: A replacement for a function that records its calls. A test uses a spy to check the plumbing.
 """,
     20: """
-memory traffic: All bytes that move: each read and each write, copies included.
-sweep: The same measurement over a range of sizes.
-baseline: The measured time that a later change has to beat.
+memory traffic: All bytes that are read and written, copies included.
+sweep: The same measurement at several sizes.
+baseline: A measured time. Later changes are compared with it.
 """,
     21: """
-kernel: A small program for many processors at once, started by a launch.
-launch: To start a kernel on a grid of programs, its arguments handed over.
+kernel: A small program that a GPU runs many times in parallel. A launch starts it.
+launch: To start a kernel: its arguments and a grid are passed to the device.
 grid: All programs of a launch, numbered along one to three axes.
-program: One run of a kernel's source. All run the same, and each knows its number.
-lane: One place of a block of numbers that a program computes with at once.
-pointer: A buffer and an offset into it: where something lies, not what it is.
-stride: How many elements apart two neighbours along an axis of a tensor lie in memory.
-mask: True or false for each lane: whether it takes part in a load or a store.
-coalesced: Said of an access whose neighbouring lanes lie side by side in memory.
-lockstep: All programs at once, each line for all of them before the next line.
-sanitizer: A watchman over memory: it refuses what is outside, or was stored to by another program.
-Triton: A language for kernels that looks like Python and is compiled for a graphics card.
-""",
-    23: """
-backend: One of several ways to do the same thing, chosen while the program runs.
-dispatch: To look at what was handed in, and pass it on to the code that can deal with it.
-fallback: What runs where the first choice cannot.
-override: An order from outside that takes the place of a choice the program would make.
-compute capability: The generation of an NVIDIA card as a pair of numbers: a T4 has 7.5, an H200
-    9.0. A compiler's target is named after it: sm_75, sm_90.
-ahead of time: Compiled before anything runs, for a machine that need not be there.
-PTX: NVIDIA's assembly language: what Triton writes before it becomes one card's machine code.
-shared memory: Memory on the chip that all threads of one program can reach: 64 KiB on a T4.
+program: One run of a kernel's source. Each program of a launch has its own number.
+lane: One element of a block of numbers that a program processes at once.
+pointer: An address in memory: a buffer and an offset into it.
+stride: The distance in memory, in elements, between two neighbours along one axis of a tensor.
+mask: One boolean for each lane. A load or a store skips the lanes whose boolean is False.
+coalesced: An access to memory whose neighbouring lanes use neighbouring addresses.
+lockstep: An order of execution: all programs run one line, then all programs run the next line.
+sanitizer: A check of each memory access. It refuses addresses outside a buffer, and a place that
+    another program has already stored to.
+Triton: A language for GPU kernels. It looks like Python, and a compiler turns it into machine code.
 """,
     22: """
-online softmax: A softmax that meets its scores a few at a time, keeping the largest so far and the
-    sum of exponentials under it, and corrects both when a larger score comes.
-fold: To take in a new part by changing a small state, so that the part itself may be forgotten.
-register: A place for one number inside a processor: the fastest memory there is, and the smallest.
-reduction: Making one number of many: a sum, a maximum.
-flash attention: Attention whose scores never reach memory (Dao et al. 2022): tile by tile, by an
-    online softmax.
+online softmax: A softmax that reads its scores part by part. It keeps the largest score so far and
+    the sum of the exponentials, and rescales the sum when a larger score comes.
+fold: To combine a new part with a small state. Afterwards the part is no longer needed.
+register: Storage for one number inside a processor: the fastest memory, and the smallest.
+reduction: Computing one number from many, such as a sum or a maximum.
+flash attention: Attention that processes the scores tile by tile with an online softmax and never
+    stores all of them in memory (Dao et al. 2022).
 """,
-    25: """
-wiring test: A test of what is handed over and handed back, with a spy in the callee's place.
-deviation: How far two ways to compute the same thing come apart.
+    23: """
+backend: One of several implementations of the same function: Triton, tlsim or the reference.
+dispatch: To check the arguments of a call, and to pass the call on to the right implementation.
+fallback: The implementation that runs where the first choice cannot run.
+override: A setting from outside, such as an environment variable, that replaces an automatic
+    choice.
+compute capability: The generation of an NVIDIA GPU as a pair of numbers: a T4 has 7.5, an H200 has
+    9.0. It names the compiler's target: sm_75, sm_90.
+ahead of time: Compiled before anything runs. The target machine is not needed.
+PTX: NVIDIA's assembly language. Triton compiles a kernel to PTX, then to the machine code of one
+    GPU.
+shared memory: Memory on the chip that all threads of one program can use: 64 KiB on a T4.
 """,
     24: """
-power law: A growth of the form constant * length ** exponent: a straight line on log-log axes.
-exponent: The power in a power law: with twice the length, the time grows by 2 ** exponent.
-log-log: With both axes logarithmic, so that equal factors are equal distances.
-least squares: The line for which the squared distances of all points to it add up to the least.
-regime: A range in which one thing rules the time, such as a fixed cost, or the bytes.
-extrapolate: To say from a fit what lies outside the range that was measured.
+power law: Growth of the form constant * length ** exponent. It is a straight line on log-log axes.
+exponent: The power in a power law. With twice the length, the time grows by 2 ** exponent.
+log-log: With two logarithmic axes. Equal factors are equal distances.
+least squares: The line with the smallest sum of squared distances to the points.
+regime: A range in which one cost dominates the time, such as a fixed cost, or the bytes.
+extrapolate: To use a fit outside the range that was measured.
+""",
+    25: """
+wiring test: A test of the arguments and the results of a call, with a spy in place of the called
+    function.
+deviation: The difference between two computations of the same result.
 """,
     26: """
-end to end: From the call that a user makes to its result, with everything that happens on the way.
-asynchronous: Started now and done later: a card is handed work while the program goes on.
-synchronise: To wait until a card has finished all that it was handed.
-multiprocessor: One of the parts of a card that run programs side by side: an H200 has 132.
+end to end: From the user's call to its result, with all work in between.
+asynchronous: Started now and finished later: the program continues while the GPU works.
+synchronise: To wait until a GPU has finished all its work.
+multiprocessor: One of the units of a GPU that run programs in parallel. An H200 has 132.
 """,
 }
 
@@ -292,9 +310,9 @@ TERMS: tuple[Term, ...] = tuple(
 
 
 def lookup(names: tuple[str, ...], day: int) -> list[Term]:
-    """The named terms, in that order, or all that `day` defines.
+    """The terms `names`, in that order. Without names, all terms that `day` defines.
 
-    CourseError for a term that is unknown or that a later day defines.
+    Raises CourseError for an unknown term and for a term that a later day defines.
     """
     if not names:
         return [term for term in TERMS if term.day == day]

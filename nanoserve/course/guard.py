@@ -1,4 +1,4 @@
-"""Run code that may do anything, and return what it did as an `Outcome`."""
+"""Run a learner's code under a time limit, and return an `Outcome`, whatever the code does."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ import torch
 
 from nanoserve.course.compare import without_addresses
 
-KEEP = 400  # characters of print-outs that are kept
-AGAIN = 0.03  # seconds between two attempts to stop code that swallowed the first
+KEEP = 400  # characters of printed text that are kept
+AGAIN = 0.03  # seconds between two attempts to stop code that caught the first TimeLimit
 
 
 @dataclass
 class Outcome:
-    """What a call did: `kind` is "value", "raised", "exit" or "timeout"."""
+    """The result of a call. `kind` is "value", "raised", "exit" or "timeout"."""
 
     kind: str
     value: Any = None
@@ -40,12 +40,12 @@ class TimeLimit(BaseException):
 
 
 def guarded(call: Callable[[], Any], limit: float = 10.0, files: tuple[str, ...] = ()) -> Outcome:
-    """Run call() for at most `limit` seconds, capturing prints; raises only KeyboardInterrupt.
+    """Run call() for at most `limit` seconds and capture its prints. Raises only KeyboardInterrupt.
 
     On the main thread of a Unix process a timer stops the call, even if it catches all exceptions.
-    Elsewhere the call runs in a daemon thread; `stopped` is False where that could not be stopped.
+    Elsewhere the call runs in a daemon thread; `stopped` is False if the thread did not end.
     The random seed is the same in every call, and the caller's random state does not change.
-    `files` are the file names whose lines count as the answer's own.
+    `files` are the names of the files that hold the answer's own code.
     """
     prints = _Prints()
     on_main = threading.current_thread() is threading.main_thread()
@@ -75,7 +75,7 @@ def message_of(error: BaseException) -> str:
 
 
 def own_line(error: BaseException, files: tuple[str, ...]) -> str:
-    """The last line of the traceback that stands in one of `files`, as "line 3: `code`"."""
+    """The last line of the traceback that belongs to one of `files`, as "line 3: `code`"."""
     own = [
         (frame.f_code.co_filename, number)
         for frame, number in traceback.walk_tb(error.__traceback__)
@@ -89,7 +89,7 @@ def own_line(error: BaseException, files: tuple[str, ...]) -> str:
 
 
 class _Prints(io.TextIOBase):
-    """Stores the first KEEP characters of what is printed."""
+    """Stores the first KEEP characters of the printed text."""
 
     def __init__(self) -> None:
         self.kept, self.cut = "", False
@@ -119,10 +119,10 @@ def _run(call: Callable[[], Any]) -> Outcome:
 
 
 def _by_alarm(call: Callable[[], Any], limit: float) -> Outcome:
-    """A repeating timer raises TimeLimit in the call.
+    """Run the call; a repeating timer raises TimeLimit in it after `limit` seconds.
 
-    A bare `except:` in a loop catches it, and the loop goes on. So a trace raises it again, one
-    line later with each attempt, until that line is outside every `try`.
+    A bare `except:` in a loop catches TimeLimit, and the loop continues. So a trace function raises
+    TimeLimit again, one line later at each attempt, until a line outside every `try` is reached.
     """
     active, attempts = True, 0
 

@@ -1,8 +1,8 @@
-"""Where the labels of a plot go: beside what they name, and over nothing else.
+"""Placing the labels of a plot: next to their points, and over nothing else.
 
-A day asks for a place ("right", "above"). Whether it is free depends on the measurements and on the
-learner's guess, so the place is chosen when the plot is drawn: the nearest one where the label
-covers no line, no marker, no bar, no other words and no axis, and lies within the picture.
+A day prefers a place ("right", "above"). Whether that place is free depends on the measurements and
+on the learner's guess. So each label gets its place when the plot is drawn: the nearest place where
+it covers no line, marker, bar, text or axis, and does not leave the picture.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ PLACES = {
     "below left": ((-0.8, -0.8), "right", "top"),
 }
 DISTANCES = (8, 13, 19, 27, 38, 54, 76, 108, 150, 200)  # points
-FAR = 27  # points: from here on a thin line joins label and point
-PAD = 2.0  # pixels around a label that stay free
+FAR = 27  # points: from this distance on, a thin line joins label and point
+PAD = 2.0  # pixels around a label that must be free
 COSTS = {
     "words": 8.0,
     "lines": 5.0,
@@ -41,12 +41,13 @@ COSTS = {
     "leader": 0.6,
     "outside": 50.0,
 }
-STEP = 1e-4  # for each candidate that comes before
+STEP = 1e-4  # cost of each earlier candidate, so that the first of equal candidates is chosen
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a label may go: beside a point, in a direction of PLACES, so many points away."""
+    """A possible place of a label: next to `point`, in a direction of PLACES, `distance` points
+    away."""
 
     point: tuple[float, float]
     name: str
@@ -55,7 +56,7 @@ class Place:
 
 @dataclass
 class Obstacles:
-    """What labels must not cover, in pixels: segments [n, 4] as x0, y0, x1, y1; boxes [n, 4]."""
+    """Things that labels must not cover, in pixels: segments and boxes [n, 4] as x0, y0, x1, y1."""
 
     segments: np.ndarray
     markers: np.ndarray
@@ -63,7 +64,7 @@ class Obstacles:
     words: list[Bbox] = field(default_factory=list)
 
     def hits(self, box: Bbox) -> dict[str, int]:
-        """How many things of each kind the box covers."""
+        """The number of things of each kind that the box covers."""
         return {
             "lines": int(_crossed(self.segments, box).sum()),
             "markers": int(_overlapping(self.markers, box).sum()),
@@ -80,8 +81,8 @@ def ask(
     also: Sequence[tuple[float, float]] = (),
     **style: Any,
 ) -> Annotation:
-    """A label for the point `xy` of the axes' data, to be placed when the plot is drawn: beside
-    `xy` if there is room near it, else beside one of the points of `also`."""
+    """A label for the point `xy` of the axes' data. It gets its place when the plot is drawn: next
+    to `xy` if there is space, else next to one of the points of `also`."""
     leader = {"arrowstyle": "-", "linewidth": 0.8, "shrinkA": 1, "shrinkB": 3}
     note = ax.annotate(
         text,
@@ -101,7 +102,7 @@ def place(fig: Figure) -> None:
     """Give every label made by `ask` its place. The figure's layout must be final."""
     labels = [note for note in _texts(fig) if hasattr(note, "wanted")]
     found = obstacles(fig, but=labels)
-    for note in sorted(labels, key=lambda note: len(note.points)):  # first those with no choice
+    for note in sorted(labels, key=lambda note: len(note.points)):  # the fewest points first
         size = _box(note, pad=0)
         best, least = None, np.inf
         for order, candidate in enumerate(_candidates(note)):
@@ -123,14 +124,14 @@ def place(fig: Figure) -> None:
 
 
 def reset(fig: Figure) -> None:
-    """Take every label back to the place that was asked for, as before the first drawing."""
+    """Move every label back to its preferred place, as before the first drawing."""
     for note in _texts(fig):
         if hasattr(note, "wanted"):
             _put(note, Place(note.points[0], note.wanted, DISTANCES[0]))
 
 
 def collisions(fig: Figure) -> list[str]:
-    """What a drawn figure's labels cover, one line each; empty where all can be read."""
+    """One line for each label of a drawn figure that covers something or leaves the picture."""
     told = []
     notes = [text for text in _texts(fig) if hasattr(text, "wanted")]
     for note in notes:
@@ -182,7 +183,7 @@ def _texts(fig: Figure) -> list[Text]:
 
 
 def _candidates(note: Annotation) -> Iterator[Place]:
-    """Places from the best to the last resort: near before far, as asked before elsewhere."""
+    """The possible places, best first: near before far, the preferred direction before others."""
     names = [note.wanted, *(name for name in PLACES if name != note.wanted)]
     for distance in DISTANCES:
         for point in note.points:
@@ -199,7 +200,7 @@ def _put(note: Annotation, at: Place) -> None:
 
 
 def _box_at(point: np.ndarray, at: Place, size: Bbox, dpi: float) -> Bbox:
-    """The rectangle of words of this size at a place beside `point`, in pixels."""
+    """The rectangle of a label of this size at a place next to `point`, in pixels."""
     (x, y), ha, va = PLACES[at.name]
     x, y = point + at.distance * dpi / 72 * np.array([x, y])
     left = x - {"left": 0, "center": 0.5, "right": 1}[ha] * size.width
@@ -208,7 +209,7 @@ def _box_at(point: np.ndarray, at: Place, size: Bbox, dpi: float) -> Bbox:
 
 
 def _pixels(note: Annotation, point: tuple[float, float]) -> np.ndarray:
-    """Where a point of the label's own coordinates (data, or a fraction of the axes) is drawn."""
+    """The pixel of a point in the label's own coordinates (data, or a fraction of the axes)."""
     kinds = note.xycoords if isinstance(note.xycoords, tuple) else (note.xycoords,) * 2
     known = {"data": note.axes.transData, "axes fraction": note.axes.transAxes}
     both = [known[kind].transform(point) for kind in kinds]
@@ -216,13 +217,13 @@ def _pixels(note: Annotation, point: tuple[float, float]) -> np.ndarray:
 
 
 def _in_margin(ax: Axes, box: Bbox) -> bool:
-    """Whether the box lies partly below the axes or left of them, where the axes' own words are."""
+    """Whether the box is partly below or left of the axes, where tick labels and titles are."""
     area = ax.get_window_extent()
     return bool(ax.axison and (box.y0 < area.y0 or box.x0 < area.x0))
 
 
 def _box(text: Text, pad: float = PAD) -> Bbox:
-    """The words' own rectangle, without the line that joins an annotation to its point."""
+    """The rectangle of a text, without the line that joins an annotation to its point."""
     renderer = text.get_figure(root=True).canvas.get_renderer()
     if isinstance(text, Annotation):
         text.update_positions(renderer)
@@ -248,8 +249,10 @@ def _overlapping(boxes: np.ndarray, box: Bbox) -> np.ndarray:
 
 
 def _span(segments: np.ndarray, box: Bbox) -> tuple[np.ndarray, np.ndarray]:
-    """The part of each segment that lies in the box, as fractions from `enter` to `leave` of its
-    length; where enter >= leave the segment misses the box (Liang and Barsky, 1984)."""
+    """The part of each segment inside the box, as fractions `enter` and `leave` of its length.
+
+    If enter >= leave, the segment is outside the box (Liang and Barsky, 1984).
+    """
     start, delta = segments[:, :2], segments[:, 2:] - segments[:, :2]
     enter, leave = np.zeros(len(segments)), np.ones(len(segments))
     for axis, (low, high) in enumerate(((box.x0, box.x1), (box.y0, box.y1))):
@@ -269,14 +272,14 @@ def _crossed(segments: np.ndarray, box: Bbox) -> np.ndarray:
 
 
 def _steps_on_lines(leader: np.ndarray, segments: np.ndarray) -> int:
-    """How many of ten places along a leader, its beginning apart, lie on a line."""
+    """How many of ten points along a leader line, its start excluded, lie on a line of the plot."""
     start, end = leader[:2], leader[2:]
     places = [start + t * (end - start) for t in np.linspace(0.2, 1, 10)]
     return sum(bool(_crossed(segments, Bbox([at - 3, at + 3])).any()) for at in places)
 
 
 def _clipped(segments: np.ndarray, area: Bbox) -> np.ndarray:
-    """The visible parts of the segments; segments with a point that is no number are left out."""
+    """The visible parts of the segments. Segments with a NaN or infinite point are left out."""
     segments = segments[np.isfinite(segments).all(axis=1)]
     enter, leave = _span(segments, area.padded(1))
     start, delta = segments[:, :2], segments[:, 2:] - segments[:, :2]

@@ -5,18 +5,17 @@ A cell of a percent twin (notebooks/source/dayNN_name.py) whose first line is
     # lands in nanoserve/layers.py: rms_norm
     # until day 13: lands in nanoserve/layers.py: sdpa
 
-holds nothing but definitions (and imports they need): functions, classes, constants. `rewrite`
-writes the names after the last colon from the definitions. The first kind is compared with the
-package. A class may land in pieces, `class Model(Model):` and some
-methods; so a class is compared as its head (decorators, class line, docstring, fields) and method
-by method. The second kind runs and is not compared; the day it names must land its definitions.
+holds only definitions (functions, classes, constants) and their imports. `rewrite` writes the names
+after the last colon. The first kind of cell is compared with the package. A class may land in
+pieces: `class Model(Model):` and some methods. So the head of a class (decorators, class line,
+docstring, fields) and each of its methods are compared separately. The second kind of cell is not
+compared; the day that it names must land its definitions.
 
-Every definition of the engine lands exactly once, or stands in untaught.txt until its day is
+Every definition of the engine lands exactly once, or is listed in untaught.txt until its day is
 written.
 
-A folded cell shows its first line only. So every other folded cell begins with a comment that says
-what the cell holds. For a cell of definitions, the solution of an exercise, `rewrite` writes that
-comment: `# solution: rotate_half`.
+A folded cell shows its first line only. So every other folded cell begins with a comment about its
+content. For the solution of an exercise, `rewrite` writes that comment: `# solution: rotate_half`.
 """
 
 import ast
@@ -35,12 +34,12 @@ _CELL = re.compile(r"(?m)^(?=# %%)")
 
 
 class LandsError(ValueError):
-    """A lands cell or an engine file that does not read as definitions; says where and why."""
+    """A lands cell or an engine file that cannot be read as definitions; the message says why."""
 
 
 @dataclass(frozen=True)
 class Definition:
-    """One thing that lands: a function, a constant, a class's head or one of its methods."""
+    """The unit that lands: a function, a constant, the head of a class or one of its methods."""
 
     name: str  # "rms_norm", "Model" (the head), "Model.forward"
     text: str
@@ -57,7 +56,7 @@ class LandsCell:
     start: int
     target: str
     until: int | None
-    source: str  # what stands below the marker
+    source: str  # the text below the marker
 
     @property
     def where(self) -> str:
@@ -90,8 +89,8 @@ def twins(root: Path = ROOT) -> list[Path]:
 def definitions(source: str, where: str, *, cell: bool = False) -> dict[str, Definition]:
     """The definitions of a source text by name, in order.
 
-    In a lands cell (cell=True) anything that is neither a definition nor an import is refused. In
-    a file, other statements are passed over. `class X(X):` gives X's methods without a head.
+    In a lands cell (cell=True) other statements than definitions and imports are a LandsError; in a
+    file they are ignored. `class X(X):` gives the methods of X without a head.
     """
     try:
         tree = ast.parse(source)
@@ -117,12 +116,12 @@ def definitions(source: str, where: str, *, cell: bool = False) -> dict[str, Def
         for name in names:
             add(name, _first_line(node), node.end_lineno)
         if cell and not names and not isinstance(node, ast.Import | ast.ImportFrom):
-            raise LandsError(f"{where}: this is no definition: {lines[node.lineno - 1]}")
+            raise LandsError(f"{where}: this is not a definition: {lines[node.lineno - 1]}")
     return found
 
 
 def _names(node: ast.stmt) -> Iterator[str]:
-    """The names a top-level statement defines; an `if` or `try` is the text of each name in it."""
+    """The names that a top-level statement defines, also within an `if` or a `try`."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         yield node.name
     elif isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
@@ -164,7 +163,7 @@ def _class_parts(
 
 
 def _operators(node: ast.stmt) -> list[str]:
-    """The names of `__radd__ = __add__` and the like: methods that are made and not written."""
+    """The names of methods that an assignment defines, such as `__radd__ = __add__`."""
     names = list(_names(node)) if isinstance(node, ast.Assign) else []
     return names if all(name.startswith("__") for name in names) else []
 
@@ -183,7 +182,7 @@ def lands_cells(twin_text: str, twin: str) -> list[LandsCell]:
 
 
 def _split(twin_text: str, twin: str) -> Iterator[tuple[LandsCell | None, str]]:
-    """The twin's cells as they stand, each with its LandsCell if it is one."""
+    """The twin's cells as text, each with its LandsCell, or None for another cell."""
     line, number = 1, 0
     for chunk in _CELL.split(twin_text):
         head, _, body = chunk.partition("\n")
@@ -201,7 +200,7 @@ def _split(twin_text: str, twin: str) -> Iterator[tuple[LandsCell | None, str]]:
 
 @dataclass
 class Ledger:
-    """What the engine defines, what the days land, and what is wrong between the two."""
+    """The engine's definitions, the lands cells of the days, and the differences between them."""
 
     root: Path
     engine: dict[str, dict[str, Definition]] = field(default_factory=dict)
@@ -211,7 +210,7 @@ class Ledger:
 
 
 def problems(root: Path = ROOT) -> list[str]:
-    """Everything wrong with the lands cells under `root`; empty when all is in step."""
+    """One line for each problem of the lands cells under `root`; empty if there is none."""
     ledger = Ledger(root)
     for steps in (_read_engine, _read_twins, _compare, _check_promises, _check_coverage):
         try:
@@ -259,8 +258,7 @@ def _compare(ledger: Ledger) -> None:
 
 
 def _check_promises(ledger: Ledger) -> None:
-    """An `until day N` cell needs a later day N that lands the same names, or holds them until yet
-    another day."""
+    """Check `until day N` cells: day N is later and has the same names in a lands cell."""
     for cell in ledger.cells:
         if cell.until is None:
             continue
@@ -278,7 +276,7 @@ def _check_promises(ledger: Ledger) -> None:
 
 
 def _check_coverage(ledger: Ledger) -> None:
-    """Each definition lands, or is listed in untaught.txt, and never both."""
+    """Check that each definition either lands or is listed in untaught.txt."""
     untaught = _read_untaught(ledger)
     for target, found in ledger.engine.items():
         for name in found:
@@ -314,9 +312,11 @@ def _read_untaught(ledger: Ledger) -> set[tuple[str, str]]:
 
 
 def rewrite(twin_text: str, twin: str, root: Path = ROOT) -> str:
-    """The twin's text with the package's words in its lands cells, and with the names of what they
-    hold in the first lines of lands cells and of folded solutions. The definitions of `until day`
-    cells stay."""
+    """The twin's text, with the package's present definitions in its lands cells.
+
+    The first lines of lands cells and of folded solutions get the names of their definitions. The
+    definitions of `until day` cells do not change.
+    """
     out = []
     for cell, chunk in _split(twin_text, twin):
         if cell is not None and cell.until is None:
@@ -341,8 +341,8 @@ def _named(chunk: str, twin: str, cell: LandsCell | None) -> str:
 
 
 def _solution_names(source: str) -> list[str]:
-    """The names of a folded cell of definitions alone, a function or class among them; a cell that
-    holds anything else, or has a first line of its own, gives none."""
+    """The names that a folded solution defines: a cell of definitions only, at least one of them a
+    function or class. Another cell, or a cell with a comment in its first line, gives none."""
     if source.startswith("#") or not re.search(r"(?m)^(def|class) ", source):
         return []
     try:
@@ -352,8 +352,8 @@ def _solution_names(source: str) -> list[str]:
 
 
 def _short(names: list[str], width: int) -> str:
-    """The names as a list of at most `width` characters. A class's name stands for its methods, if
-    its head is there; private names are left out first, then the last ones."""
+    """The names as a list of at most `width` characters. A class's name stands for its methods if
+    its head is there. Private names are left out first, then the last names."""
     heads = {name for name in names if "." not in name}
     shown = [n for n in names if "'" not in n and (n in heads or n.split(".")[0] not in heads)]
     if len(", ".join(shown)) > width:
@@ -394,6 +394,6 @@ def _rewrite_cell(cell: LandsCell, chunk: str, root: Path) -> str:
         above = lines[found.first - 2].strip() if found.first > 1 else ""
         method = lines[found.first - 1].lstrip().startswith(("def ", "@"))
         if "." in found.name and method and above and not above.startswith(("class ", "#")):
-            lines.insert(found.first - 1, "")  # a skeleton's methods may stand close
+            lines.insert(found.first - 1, "")  # a skeleton may have no line between methods
     body = "\n".join(lines)
     return chunk.replace(cell.source, body, 1) if cell.source else chunk

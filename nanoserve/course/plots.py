@@ -1,4 +1,4 @@
-"""The plot style of the course: one set of colours, each with one meaning, and labels on the lines.
+"""The plot style of the course: colours with one meaning each, and labels next to the lines.
 
     fig, ax = figure(xlabel="tokens so far", ylabel="ms per token", title="Without a cache")
     line(ax, lengths, times, "transformers", COLOURS["oracle"], dashed=True)
@@ -6,9 +6,8 @@
     fig  # the last line of a cell: the notebook shows it
 
 The colours are Okabe and Ito's, which most colour-blind readers can tell apart. Background and
-margins are white and part of the picture, so that a plot reads the same on a dark page. A label
-goes to the nearest free place beside its point (nanoserve.course.labels), whatever was measured or
-guessed.
+margins are white and part of the picture, so that a plot looks the same on a dark page. A label
+gets the nearest free place next to its point (nanoserve.course.labels).
 """
 
 from __future__ import annotations
@@ -79,7 +78,7 @@ _RC = {
 
 @contextmanager
 def style() -> Iterator[None]:
-    """Matplotlib's defaults replaced by the course's, and nothing of the reader's own settings."""
+    """The course's settings over Matplotlib's defaults; the reader's own settings are ignored."""
     ours = ("axes", "figure", "font", "grid", "lines", "patch", "path", "text", "xtick", "ytick")
     plain = {key: v for key, v in mpl.rcParamsDefault.items() if key.split(".")[0] in ours}
     with mpl.rc_context({**plain, **_RC}):
@@ -87,7 +86,7 @@ def style() -> Iterator[None]:
 
 
 class Plot(Figure):
-    """A figure that shows itself in a notebook, whatever backend is set, margins and all.
+    """A figure that a notebook shows with its margins, whatever Matplotlib backend is set.
 
     `alt` says what the plot shows; by default it names titles, axes and labels.
     """
@@ -95,21 +94,21 @@ class Plot(Figure):
     alt: str = ""
 
     def png(self) -> bytes:
-        """The picture as it would be drawn the first time: the same bytes on every call."""
+        """The figure as a PNG: the same bytes on every call."""
         with style():
             self.settle()
             return compact_png(self)
 
     def settle(self) -> None:
-        """Lay the figure out and place its labels, as if it had never been drawn."""
-        FigureCanvasAgg(self)  # it can measure words, whatever backend is set
+        """Compute the layout and place the labels, as if the figure had never been drawn."""
+        FigureCanvasAgg(self)  # measures text, whatever Matplotlib backend is set
         labels.reset(self)
         for ax in self.axes:
             if place := ax.get_subplotspec():
-                ax.set_subplotspec(place)  # undo the last layout, which the next would start from
+                ax.set_subplotspec(place)  # undo the last layout: the next would start from it
         self.set_layout_engine("constrained")
         self.draw_without_rendering()
-        self.set_layout_engine("none")  # or a label that moves would change the layout again
+        self.set_layout_engine("none")  # else a moved label would change the layout again
         labels.place(self)
 
     def description(self) -> str:
@@ -139,8 +138,8 @@ class Plot(Figure):
 
 
 def compact_png(fig: Figure, **options: Any) -> bytes:
-    """A figure as a PNG with DENSITY pixels for each pixel of the page and a palette of 256
-    colours, a third of the bytes of a full PNG. `options` go to savefig."""
+    """A figure as a PNG with DENSITY pixels for each pixel of the page. A palette of 256 colours
+    needs a third of the bytes of a full PNG. `options` are passed to savefig."""
     raw = io.BytesIO()
     fig.savefig(raw, format="png", dpi=DENSITY * DPI, **options)
     image = Image.open(raw).convert("RGB")
@@ -166,8 +165,8 @@ def figure(
 ) -> tuple[Plot, Axes | list[Axes]]:
     """A figure of `width` by `height` inches and its axes, or a list of axes if `panels` > 1.
 
-    It is not registered with pyplot: a notebook shows it once, where it is a cell's last value.
-    With several panels, xlabel and ylabel go to each and the title to the first.
+    It is not registered with pyplot: a notebook shows it once, as the last value of a cell. With
+    several panels, each gets xlabel and ylabel, and the first gets the title.
     """
     fig = Plot(figsize=(width, height), dpi=DPI)
     axes = list(fig.subplots(1, panels, squeeze=False)[0])
@@ -186,7 +185,7 @@ def line(
     colour: str,
     dashed: bool = False,
 ) -> None:
-    """A measured series: a dot for each measurement, joined, with `name` at the right end."""
+    """Draw a measured series: joined dots, with the label `name` at the right end."""
     ax.plot(x, y, color=colour, marker="o", linestyle=(0, (5, 2.5)) if dashed else "solid")
     others = list(zip(x, y, strict=True))[-2::-1][:6]
     label_line(ax, x[-1], y[-1], name, colour, also=others)
@@ -202,11 +201,11 @@ def label_line(
     where: str = "right",
     also: Sequence[tuple[float, float]] = (),
 ) -> None:
-    """Write `text` beside the point (x, y), in the line's own colour, instead of a legend.
+    """Write `text` next to the point (x, y), in the line's own colour, instead of a legend.
 
-    `where` is "right", "left", "above" or "below", or two of them ("above right"); anything else is
-    a ValueError. If that place is not free, the label goes to the nearest one that is, beside this
-    point or those of `also`.
+    `where` is "right", "left", "above" or "below", or two of them ("above right"); another value
+    raises ValueError. If that place is not free, the label gets the nearest free place next to this
+    point or to a point of `also`.
     """
     if where not in labels.PLACES:
         raise ValueError(f"where is {where!r}; it must be one of {', '.join(labels.PLACES)}")
@@ -217,7 +216,7 @@ def label_line(
 def prediction_marker(
     ax: Axes, x: float, guess: float | None, text: str = "your guess", where: str = "above"
 ) -> None:
-    """The learner's prediction at x: a blue diamond with its label. Without a guess, nothing."""
+    """Draw the learner's prediction at x: a blue diamond with a label; nothing for guess=None."""
     if guess is None:
         return
     blue = COLOURS["prediction"]
@@ -227,7 +226,7 @@ def prediction_marker(
 
 @style()
 def limit_line(ax: Axes, y: float, text: str) -> None:
-    """A physical limit: a black horizontal line with its name at the left, above it."""
+    """Draw a physical limit: a black horizontal line with its name above the left end."""
     colour = COLOURS["limit"]
     ax.axhline(y, color=colour, linewidth=1.5)
     beside = ("axes fraction", "data")
@@ -248,7 +247,7 @@ def log2_axis(ax: Axes, which: str = "x") -> None:
 
 
 def _readable(colour: str) -> str:
-    """The colour, darkened where needed until it reads as text on white (contrast 4.5)."""
+    """The colour, darkened until it is readable as text on white (contrast 4.5)."""
     rgb = mpl.colors.to_rgb(colour)
     while _contrast_to_white(rgb) < 4.5:
         rgb = tuple(0.95 * channel for channel in rgb)

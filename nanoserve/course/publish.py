@@ -1,8 +1,9 @@
-"""Publishing: the set-up cell every notebook begins with, and the stamps of `make publish`.
+"""Publishing: the set-up cell at the start of every notebook, and the stamps of `make publish`.
 
 A stamp writes the GitHub repository into a set-up cell and an "Open in Colab" badge under the
-notebook's title. Another stamp replaces both. `python -m nanoserve.course.sync --stamp OWNER/NAME`
-stamps all twins and brings the notebooks into step; sync imports this module, not the reverse.
+notebook's title. A later stamp replaces both. `python -m nanoserve.course.sync --stamp OWNER/NAME`
+stamps all twins and updates the notebooks. sync imports this module; this module must not import
+sync.
 """
 
 import re
@@ -35,12 +36,12 @@ _BADGE = re.compile(r"(?m)^#\n# \[!\[Open in Colab\].*\n")
 
 
 def is_setup(source: str) -> bool:
-    """Whether a cell is a set-up cell, of whatever version, or the place kept for one."""
+    """Whether a cell is a set-up cell of any version, or the placeholder for a set-up cell."""
     return source.startswith(("# Set-up:", "# (the set-up cell"))
 
 
 def stamped(root: Path = ROOT) -> str:
-    """The repository the twins are stamped with; "" before the first `make publish`."""
+    """The repository in the twins' set-up cells; "" before the first `make publish`."""
     for twin in twins(root):
         for match in _REPOSITORY.finditer(twin.read_text(encoding="utf-8")):
             if match[1]:
@@ -49,12 +50,13 @@ def stamped(root: Path = ROOT) -> str:
 
 
 def setup_cell(repository: str) -> str:
-    """The set-up cell's text, stamped."""
+    """The text of the set-up cell, with the repository."""
     return _REPOSITORY.sub(f'REPOSITORY = "{repository}"', SETUP_CELL)
 
 
 def stamp(twin_text: str, twin: str, repository: str) -> str:
-    """The twin with the current set-up cell, folded, and, once there is a repository, its badge."""
+    """The twin's text with the present set-up cell, folded, and with a badge if `repository` is not
+    empty."""
     cells = re.split(r"(?m)^(?=# %%)", _BADGE.sub("", twin_text))
     for i, cell in enumerate(cells):
         _, _, body = cell.partition("\n")
@@ -73,7 +75,7 @@ def _badge(twin: str, repository: str) -> str:
 
 
 def stamp_all(repository: str, root: Path = ROOT) -> int:
-    """Stamp every twin; returns how many there are. ValueError for what is no OWNER/NAME."""
+    """Stamp every twin; returns their number. ValueError if `repository` is not OWNER/NAME."""
     if not re.fullmatch(r"[A-Za-z0-9](?:[A-Za-z0-9-]*[A-Za-z0-9])?/[A-Za-z0-9._-]+", repository):
         raise ValueError(
             f"REPO is OWNER/NAME, as in: make publish REPO=ada/nanoserve (got {repository!r})"

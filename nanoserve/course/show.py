@@ -1,4 +1,4 @@
-"""Showing things: one mimebundle in a notebook, plain text in a terminal."""
+"""Showing results: one output of several formats in a notebook, plain text in a terminal."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def show(
     alt: str | None = None,
     **more: Any,
 ) -> None:
-    """Display the forms in one output of a notebook; outside of one, print the plain text.
+    """Show all formats as one output of a notebook. Outside a notebook, print the plain text.
 
-    `png` has DENSITY pixels for each pixel of the page. `alt` says what it shows; by default it is
-    the description that the PNG carries.
+    `png` has DENSITY pixels for each pixel of the page. `alt` describes the picture; the default is
+    the description in the PNG.
     """
     if not in_notebook():
         encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
@@ -59,8 +59,8 @@ def show(
 def png_metadata(png: bytes, alt: str | None = None) -> dict[str, Any]:
     """An output's metadata for a PNG: its width on the page, and its alt text if there is one.
 
-    nbconvert's classic template and our export template write `alt` into the page; JupyterLab 4.6
-    keeps it and does not use it.
+    nbconvert's classic template and our export template write `alt` into the page. JupyterLab 4.6
+    stores `alt` and does not use it.
     """
     width = min(WIDTH, struct.unpack(">I", png[16:20])[0] // DENSITY)
     alt = png_description(png) if alt is None else alt
@@ -82,7 +82,7 @@ def png_description(png: bytes) -> str:
 
 
 def wrapped(text: str, width: int = 96) -> str:
-    """Lines broken at spaces alone: a notebook would break a longer line within a word."""
+    """The text with long lines broken at spaces. A notebook breaks longer lines within words."""
     return "\n".join(
         textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False)
         if len(line) > width
@@ -92,7 +92,7 @@ def wrapped(text: str, width: int = 96) -> str:
 
 
 def in_notebook() -> bool:
-    """Whether this runs in an IPython kernel, which can show more than text."""
+    """Whether this runs in an IPython kernel, which can show more than plain text."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython else None
     return shell is not None and hasattr(shell, "kernel")

@@ -17,14 +17,14 @@ from nanoserve.course.compare import a
 
 
 class CannotSave(Exception):
-    """An answer whose source cannot be written down; the message says why."""
+    """The source of an answer cannot be saved; the message says why."""
 
 
 def module_source(answer: Callable) -> str:
-    """Source of a module that defines `answer` and what it needs from the notebook.
+    """Source of a module that defines `answer` and everything that it uses from the notebook.
 
-    Helper functions and classes of the notebook, imports and simple constants come along.
-    Raises CannotSave where the source is not found, or a value cannot be written down.
+    The module includes helper functions, helper classes, imports and simple constants. Raises
+    CannotSave if a source is not found, or if a value cannot be written as source.
     """
     function = _function(answer)
     parts = _Parts(function.__globals__ if function else {})
@@ -52,7 +52,7 @@ def source_of(thing: Callable) -> str:
 
 
 def same_source(one: Callable, other: Callable, method: str | None = None) -> bool:
-    """Whether two definitions, or this method of two classes, are written word for word alike."""
+    """Whether two definitions, or this method of two classes, have the same source."""
     if one is other:
         return True
     try:
@@ -62,14 +62,14 @@ def same_source(one: Callable, other: Callable, method: str | None = None) -> bo
 
 
 def bare(thing: Any) -> Any:
-    """The function of a kernel, which triton.jit and tlsim.jit keep as `fn`; else the thing."""
+    """The function inside a kernel (triton.jit and tlsim.jit store it as `fn`); else `thing`."""
     while not isinstance(thing, type) and isinstance(inner := getattr(thing, "fn", None), Callable):
         thing = inner
     return thing
 
 
 def _cells() -> list[str]:
-    """The cells of this session, latest first: where a class without methods is looked for."""
+    """The cells of this session, latest first. A class without methods is searched in them."""
     return [
         file
         for file, entry in reversed(linecache.cache.items())
@@ -85,7 +85,7 @@ class _Parts:
         self.done: set[str] = set()
 
     def add(self, name: str, value: Any) -> None:
-        """Bring the definition of `name`, once, after the definitions it needs."""
+        """Add the definition of `name`, once, after the definitions that it uses."""
         if name in self.done:
             return
         self.done.add(name)
@@ -126,7 +126,7 @@ class _Parts:
             raise CannotSave(f"it uses {names} of an enclosing function")
 
     def _add_own_base(self, name: str, value: Any) -> None:
-        """`class Cache(Cache):` needs the class it grew from, wherever that can be imported."""
+        """For `class Cache(Cache):`, import the base class if a module has it."""
         for base in getattr(value, "__mro__", ())[1:]:
             line = _import_line(name, base) if base.__name__ == name else None
             if line:
@@ -173,7 +173,7 @@ def _code(thing: Any) -> CodeType | None:
 
 
 def _function(thing: Any) -> FunctionType | None:
-    """The function itself, or a method that a class's own source defines, if there is one."""
+    """The function itself; for a class, a method that its own source defines; else None."""
     if not isinstance(thing, type):
         inner = inspect.unwrap(bare(thing)) if callable(thing) else thing
         return inner if isinstance(inner, FunctionType) else None
@@ -183,15 +183,15 @@ def _function(thing: Any) -> FunctionType | None:
         if not isinstance(inner, FunctionType):
             continue
         own = inner.__qualname__.startswith(f"{thing.__qualname__}.")
-        own = own and inner.__module__ == thing.__module__  # else a decorator has lent it
-        file = inner.__code__.co_filename  # "<string>": a decorator has generated it
+        own = own and inner.__module__ == thing.__module__  # else a decorator added the method
+        file = inner.__code__.co_filename  # "<string>" if a decorator generated the method
         if own and file != "<string>" and linecache.getlines(file):
             return inner
     return None
 
 
 def _global_names(text: str) -> set[str]:
-    """Names that a definition takes from outside: in bodies, defaults, annotations, decorators."""
+    """Names that a definition uses from outside: in bodies, defaults, annotations, decorators."""
     table = symtable.symtable(text, "<answer>", "exec")
     defined = {child.get_name() for child in table.get_children()}
     names = set()

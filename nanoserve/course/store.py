@@ -27,7 +27,7 @@ class DayStatus:
 
     info: DayInfo
     out: bool  # the day is published
-    started: bool  # the learner's copy was changed or run, or something was passed or guessed
+    started: bool  # the copy was changed or run, an exercise was passed, or a guess was made
     passed: tuple[str, ...]
     total: int
 
@@ -49,7 +49,7 @@ class DayStatus:
 
 
 def clone_dir() -> Path | None:
-    """The checkout around the current folder, else the one the package is installed from."""
+    """The clone around the current folder, else the clone that the package is installed from."""
     here = _here()
     for folder in (here, *here.parents, PACKAGE.parent):
         if (folder / "notebooks").is_dir() and (folder / "nanoserve").is_dir():
@@ -69,7 +69,7 @@ def work_dir() -> Path:
 
 
 def _here() -> Path:
-    """The current folder, or where it was when it has been deleted since."""
+    """The current folder; if it has been deleted, its last path."""
     with contextlib.suppress(OSError):
         _last_seen[:] = [Path.cwd()]
     return _last_seen[0] if _last_seen else PACKAGE.parent
@@ -79,7 +79,7 @@ _last_seen: list[Path] = []
 
 
 def lost_folder() -> str:
-    """A sentence about a notebook whose folder has been deleted while it was open, or nothing."""
+    """A sentence for a notebook whose folder was deleted while it was open; "" otherwise."""
     try:
         Path.cwd()
     except OSError:
@@ -91,9 +91,9 @@ def lost_folder() -> str:
 
 
 def start(day: int | str | None = None) -> list[Path]:
-    """Copy the notebooks of a day, or of all days, into work/; never over a file that is there.
+    """Copy the notebooks of a day, or of all days, into work/. Existing files do not change.
 
-    Copies come without outputs, but for cells tagged "keep". Returns what was copied.
+    The copies have no outputs, except in cells tagged "keep". Returns the new copies.
     Raises CourseError for an unknown day, no notebooks, or a folder that cannot be written.
     """
     copied = []
@@ -106,9 +106,9 @@ def start(day: int | str | None = None) -> list[Path]:
 
 
 def reset(day: int | str) -> tuple[Path, Path | None]:
-    """A fresh copy of a day; the old one stays beside it as dayNN_name.1.ipynb, .2, ...
+    """Make a fresh copy of a day; an old copy is renamed to dayNN_name.1.ipynb, .2, ...
 
-    Returns the path of the copy, and that of the old one if there was one.
+    Returns the path of the fresh copy, and the new path of the old copy or None.
     """
     (source,) = _notebooks(day)
     path, kept = work_dir() / source.name, None
@@ -122,7 +122,8 @@ def reset(day: int | str) -> tuple[Path, Path | None]:
 
 
 def status() -> list[DayStatus]:
-    """Every day: is it out, started, and which of its exercises are passed; optional ones aside."""
+    """For every day: is it out, is it started, which exercises are passed (optional ones not
+    counted)."""
     clone, work, progress = clone_dir(), work_dir(), Progress.load()
     rows = []
     for info in DAYS:
@@ -141,10 +142,10 @@ def status() -> list[DayStatus]:
 
 
 class Progress:
-    """What work/progress.json holds: passed exercises and predictions, by day.
+    """The contents of work/progress.json: passed exercises and predictions, by day.
 
-    Passes are read from the saved answers too. A file that cannot be read as such is set aside,
-    what it still shows is kept, and `trouble` says so.
+    A saved answer counts as a passed exercise too. A damaged file is renamed, and `trouble` is a
+    sentence about it.
     """
 
     def __init__(self, data: dict[str, Any] | None = None, trouble: str = "") -> None:
@@ -166,8 +167,8 @@ class Progress:
             aside = _free_name(path.with_name("progress.corrupt.json"), first=True)
             with contextlib.suppress(OSError):
                 path.replace(aside)
-                told += f": it is set aside as {aside.name}"
-            told += ". What you passed is read from your saved answers; guess again where you had."
+                told += f" and was renamed to {aside.name}"
+            told += ". Your saved answers still count as passed. Enter your guesses again."
             return cls(trouble=told)
 
     def save(self) -> None:
@@ -190,14 +191,14 @@ class Progress:
 
 
 def _sound(data: Any) -> dict[str, Any]:
-    """The data, if it is what Progress saves; ValueError otherwise."""
+    """The data, if it has the form that Progress saves; ValueError otherwise."""
     match data:
         case {"passed": dict(passed), "predictions": dict(guesses)}:
             lists = all(isinstance(names, list) for names in passed.values())
             texts = lists and all(isinstance(x, str) for names in passed.values() for x in names)
             if texts and all(isinstance(day, dict) for day in guesses.values()):
                 return data
-    raise ValueError("this is no progress file")
+    raise ValueError("not a progress file")
 
 
 def _saved_names() -> list[tuple[int, str]]:
@@ -211,7 +212,7 @@ def _saved_names() -> list[tuple[int, str]]:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a whole file or nothing; CourseError where the folder cannot be written."""
+    """Write the whole file or nothing; CourseError if the folder cannot be written."""
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
@@ -253,7 +254,7 @@ def _notebooks(day: int | str | None) -> list[Path]:
 def _touched(copy: Path, clone: Path | None) -> bool:
     """Whether a learner's copy has been run or changed since `start` made it.
 
-    A copy without the mark that `start` leaves in it is compared with the published notebook.
+    An old copy without the fingerprint FRESH is compared with the published notebook.
     """
     try:
         notebook = json.loads(copy.read_text(encoding="utf-8"))
@@ -270,7 +271,7 @@ def _touched(copy: Path, clone: Path | None) -> bool:
 
 
 def _digest(notebook: dict[str, Any]) -> str:
-    """A fingerprint of what the cells say, without their outputs."""
+    """A fingerprint of the cells without their outputs."""
     cells = [(cell["cell_type"], "".join(cell["source"])) for cell in notebook["cells"]]
     return hashlib.sha256(json.dumps(cells).encode()).hexdigest()[:16]
 
@@ -290,7 +291,7 @@ def _without_outputs(source: Path) -> str:
 
 
 def _free_name(path: Path, first: bool = False) -> Path:
-    """dayNN_name.1.ipynb, or the next number that is free; `first`: the plain name if it is."""
+    """dayNN_name.1.ipynb, or the next free number. With `first`, the plain name if it is free."""
     if first and not path.exists():
         return path
     number = 1

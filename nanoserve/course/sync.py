@@ -1,12 +1,12 @@
-"""Keeps twins, lands cells and notebooks in step: `make sync`.
+"""Updates lands cells and notebooks from the package and the twins: `make sync`.
 
     python -m nanoserve.course.sync [dayNN ...] [--check] [--all] [--stamp OWNER/NAME]
 
-For each percent twin: the package's words go into its lands cells, the notebook beside it is made
-from the twin, run from top to bottom if any code changed (with --all in any case), and its outputs
-are normalised, so that they are the same on every machine. --check changes nothing, lists what
-differs and exits 1. --stamp (`make publish`) first writes the repository into every set-up cell and
-an "Open in Colab" badge under every title.
+For each percent twin: its lands cells get the package's present text, and its notebook is built
+from the twin. The notebook runs from top to bottom if its code changed (always with --all). Its
+outputs are normalised, so that they are the same on every machine. --check changes nothing, lists
+the differences and exits with 1 if there are any. --stamp (`make publish`) first writes the
+repository into every set-up cell and an "Open in Colab" badge under every title.
 """
 
 import argparse
@@ -46,7 +46,7 @@ _ADDRESS = re.compile(r"\bat 0x[0-9A-Fa-f]{6,}")
 
 
 class SyncError(ValueError):
-    """A notebook that may not be published as it is; the message names notebook and cell."""
+    """A notebook that cannot be published in its present form; the message names the cell."""
 
 
 def notebook_of(twin: Path) -> Path:
@@ -55,18 +55,18 @@ def notebook_of(twin: Path) -> Path:
 
 
 def in_step(twin: Path, root: Path = ROOT) -> str:
-    """The twin's text as it should be: lands cells and set-up cell as the package has them."""
+    """The twin's text with lands cells and set-up cell as in the package."""
     text = twin.read_text(encoding="utf-8")
     return lands.rewrite(publish.stamp(text, twin.stem, publish.stamped(root)), twin.stem, root)
 
 
 def build(twin_text: str, old: NotebookNode | None) -> NotebookNode:
-    """The notebook a twin makes; cells that are as in `old` keep their id and their outputs."""
+    """Build the notebook of a twin. Cells that did not change since `old` keep id and outputs."""
     new = jupytext.reads(twin_text, fmt="py:percent")
     new.nbformat, new.nbformat_minor = 4, 5
     for cell in new.cells:
-        if cell.metadata.get("jupyter", {}).get("source_hidden"):  # what Lab folds by
-            cell.metadata["cellView"] = "form"  # what Colab folds by
+        if cell.metadata.get("jupyter", {}).get("source_hidden"):  # folds the cell in JupyterLab
+            cell.metadata["cellView"] = "form"  # folds the cell in Colab
     for cell in new.cells:
         cell["id"] = hashlib.sha256(cell.source.encode()).hexdigest()[:8]
     old_cells = old.cells if old else []
@@ -82,7 +82,7 @@ def build(twin_text: str, old: NotebookNode | None) -> NotebookNode:
 
 
 def _make_unique(cells: list[NotebookNode]) -> None:
-    """Cell ids may not repeat; of two equal ones the later gets a number."""
+    """Make cell ids unique: a repeated id gets a number."""
     seen: set[str] = set()
     for cell in cells:
         start, number = cell.id, 1
@@ -93,7 +93,7 @@ def _make_unique(cells: list[NotebookNode]) -> None:
 
 
 def _keys(cells: list[NotebookNode]) -> list[tuple[str, str]]:
-    """What makes two cells the same; a set-up cell is itself under any stamp."""
+    """The keys by which cells are compared. Set-up cells are equal whatever their stamp."""
     return [
         (cell.cell_type, "set-up" if publish.is_setup(cell.source) else cell.source)
         for cell in cells
@@ -101,7 +101,7 @@ def _keys(cells: list[NotebookNode]) -> list[tuple[str, str]]:
 
 
 def code_changed(new: NotebookNode, old: NotebookNode | None) -> bool:
-    """Whether a notebook has to run: its code differs from the old one's, or was never run."""
+    """Whether a notebook must run: its code changed, or it has never run."""
     code = [key for key in _keys(new.cells) if key[0] == "code"]
     return (
         old is None
@@ -111,7 +111,7 @@ def code_changed(new: NotebookNode, old: NotebookNode | None) -> bool:
 
 
 def map_is_old(notebook: NotebookNode, root: Path = ROOT) -> bool:
-    """Whether a stored map of the days says "not out yet" of a day that has a twin."""
+    """Whether a stored map of the days shows "not out yet" for a day that has a twin."""
     out = {lands.day_number(twin.stem) for twin in twins(root)}
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
     texts = [output.get("data", {}).get("text/plain", "") for output in outputs]
@@ -120,7 +120,7 @@ def map_is_old(notebook: NotebookNode, root: Path = ROOT) -> bool:
 
 
 def execute(notebook: NotebookNode, name: str, folder: Path) -> None:
-    """Run every cell in a kernel that sees no learner's work; SyncError where a cell fails."""
+    """Run every cell in a kernel with an empty work folder; SyncError if a cell fails."""
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs, cell.execution_count = [], None
@@ -145,7 +145,7 @@ def execute(notebook: NotebookNode, name: str, folder: Path) -> None:
 
 
 def normalise(notebook: NotebookNode, name: str) -> None:
-    """Make outputs say the same on every machine, in place; SyncError for what may not stay."""
+    """Make outputs the same on every machine, in place; SyncError for a forbidden output."""
     notebook.metadata = nbformat.from_dict(METADATA)
     number = 0
     for cell in notebook.cells:
@@ -165,7 +165,7 @@ def normalise(notebook: NotebookNode, name: str) -> None:
 
 
 def _merged(outputs: list[NotebookNode], where: str, ignored: bool) -> list[NotebookNode]:
-    """Outputs with neighbouring stdout fragments in one; errors and stderr are refused."""
+    """The outputs, with neighbouring pieces of stdout joined; SyncError for errors and stderr."""
     merged: list[NotebookNode] = []
     for output in outputs:
         if output.output_type == "error":
@@ -191,7 +191,7 @@ def _normal(output: NotebookNode, number: int) -> NotebookNode:
 
 
 def _refuse_personal(output: NotebookNode, where: str) -> None:
-    """No path, address, host or user name may stand in an output's text."""
+    """Raise SyncError for a path, an address, a host name or a user name in an output's text."""
     data = output.get("data", {"text/plain": output.get("text", "")})
     for kind, value in data.items():
         if kind.startswith("image/") and kind != "image/svg+xml":
@@ -205,7 +205,7 @@ def _refuse_personal(output: NotebookNode, where: str) -> None:
 
 
 def _names_of_this_machine() -> list[str]:
-    """Host and user where they cannot be mistaken for a word, and this machine's folders."""
+    """Host and user name, unless they look like a common word, and this machine's folders."""
     user = getpass.getuser()
     names = [platform.node(), user if user not in {"root", "user", "runner"} else ""]
     names = [name for name in names if len(name) > 3 and not name.isalpha()]
@@ -225,7 +225,7 @@ def _text(notebook: NotebookNode) -> str:
 
 
 def problems(root: Path = ROOT, only: tuple[str, ...] = ()) -> list[str]:
-    """What `--check` lists: everything that is out of step; empty when nothing is."""
+    """The list that `--check` prints: one line for each difference; empty if there is none."""
     found = lands.problems(root)
     known = {notebook_of(twin) for twin in twins(root)}
     for stray in sorted(set((root / "notebooks").glob("day*.ipynb")) - known):
@@ -258,7 +258,7 @@ def problems(root: Path = ROOT, only: tuple[str, ...] = ()) -> list[str]:
 
 
 def sync(twin: Path, root: Path = ROOT, *, rerun: bool = False) -> str:
-    """Bring one twin and its notebook into step; returns what was done, in a few words."""
+    """Update one twin and its notebook. Returns a short text about the changes."""
     text = in_step(twin, root)
     rewritten = text != twin.read_text(encoding="utf-8")
     if rewritten:
@@ -281,7 +281,8 @@ def sync(twin: Path, root: Path = ROOT, *, rerun: bool = False) -> str:
 
 
 def _selected(root: Path, only: tuple[str, ...]) -> list[Path]:
-    """The twins whose names begin with one of `only` (all of them without); unknown is an error."""
+    """The twins whose names begin with one of `only`; without `only`, all. Raises SyncError if a
+    name fits no twin."""
     for start in only:
         if not any(twin.stem.startswith(start) for twin in twins(root)):
             raise SyncError(f"no twin begins with {start!r}")
@@ -290,7 +291,7 @@ def _selected(root: Path, only: tuple[str, ...]) -> list[Path]:
 
 def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
     parser = argparse.ArgumentParser(prog="sync", description="Keep twins and notebooks in step.")
-    parser.add_argument("days", nargs="*", help="day02 or so; all of them without")
+    parser.add_argument("days", nargs="*", help="days to update, such as day02; default: all")
     parser.add_argument("--check", action="store_true", help="change nothing, list what differs")
     parser.add_argument("--stamp", metavar="OWNER/NAME", help="write the repository into the twins")
     parser.add_argument("--all", action="store_true", help="run unchanged notebooks too")

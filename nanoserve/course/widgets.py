@@ -28,17 +28,17 @@ Bound = float | Callable[[dict[str, Any]], float]
 
 
 class Control:
-    """A control that needs no ipywidgets until it is shown: its kind, first value and options.
+    """A control: its kind, first value and options. ipywidgets is imported only by `build`.
 
-    An option may be a function of all controls' values: the bound of a slider that depends on what
-    another control says.
+    An option may be a function of all controls' values, such as the upper bound of a slider that
+    depends on another control.
     """
 
     def __init__(self, kind: str, value: Any, **options: Any) -> None:
         self.kind, self.value, self.options = kind, value, options
 
     def moving(self, values: dict[str, Any]) -> dict[str, Any]:
-        """The options that are functions, for these values."""
+        """The options that are functions, computed for these values."""
         return {name: option(values) for name, option in self.options.items() if callable(option)}
 
     def build(self, name: str, values: dict[str, Any]) -> Any:
@@ -83,8 +83,8 @@ def figure_widget(draw: Callable[..., Any], **controls: Any) -> FigureWidget:
 
 
 class FigureWidget:
-    """Controls above an image. `png` is the drawing at the first values; `view` is the ipywidget,
-    or None where ipywidgets is missing."""
+    """Controls above an image. `png` is the drawing at the first values. `view` is the ipywidget,
+    or None if ipywidgets is not installed."""
 
     def __init__(self, draw: Callable[..., Any], controls: dict[str, Any]) -> None:
         self.draw = draw
@@ -110,7 +110,7 @@ class FigureWidget:
         self.view = ipywidgets.VBox([panel, self.message, self.image])
 
     def show(self, name: str = "figure") -> None:
-        """One output: the live widget, and the picture for where it does not render."""
+        """Show one output: the live widget, and a picture for pages that cannot render it."""
         bundle = {}
         if self.view is not None and in_notebook():
             own = self.view._repr_mimebundle_()
@@ -118,7 +118,7 @@ class FigureWidget:
         show(f"[widget: {name}]", png=self.png, alt=self.alt, **bundle)
 
     def _set_image(self, png: bytes) -> None:
-        """A picture at its own size: the page would stretch it otherwise, and blur it."""
+        """Show a picture at its own size: without a fixed width, the page stretches it."""
         self.image.value = png
         self.image.layout.width = f"{png_metadata(png)['width']}px"
         self.image.layout.flex = "0 0 auto"
@@ -128,7 +128,7 @@ class FigureWidget:
         for name, control in self.made.items():
             if isinstance(control, Control):
                 for option, value in control.moving(self.values).items():
-                    setattr(self.controls[name], option, value)  # a value past it is moved to it
+                    setattr(self.controls[name], option, value)  # ipywidgets clips the value
         self.values = {name: control.value for name, control in self.controls.items()}
         try:
             png, _ = _png(self.draw(**self.values))
@@ -179,7 +179,7 @@ def _pill(row: DayStatus) -> str:
 
 
 def _png(figure: Any) -> tuple[bytes, str]:
-    """A figure as PNG, and its alt text; the figure is closed."""
+    """A figure as PNG, with its alt text. Closes the figure."""
     from matplotlib import pyplot
 
     from nanoserve.course.plots import Plot, compact_png

@@ -306,7 +306,7 @@ def plain_frequencies(config: ModelConfig) -> torch.Tensor:
 # %%
 def rope_frequencies(config: ModelConfig) -> torch.Tensor:
     """The frequencies that the model uses: plain, or with Llama 3's scaling."""
-    raise NotImplementedError("your turn, if you like")
+    raise NotImplementedError("your turn")
 
 
 today.check(rope_frequencies)

@@ -105,7 +105,7 @@ seen = oracle.capture(ids, mlps)
 x = seen[mlps[12]].input
 z = F.linear(x, model.layers[12]["mlp.gate_proj.weight"])
 print(list(x.shape), "->", list(z.shape))
-print(f"gates between -0.3 and 0.3: {(F.silu(z).abs() < 0.3).float().mean():.0%}")
+print(f"share of gates between -0.3 and 0.3: {(F.silu(z).abs() < 0.3).float().mean():.1f}")
 
 # %% jupyter={"source_hidden": true}
 # Draws the plot: silu, and how often each z occurs

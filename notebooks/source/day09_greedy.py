@@ -298,16 +298,16 @@ from nanoserve.course.plots import COLOURS
 fig, ax = plots.figure(
     xlabel="token of the story",
     ylabel="lead of the best logit",
-    title="How close greedy came to flipping",
+    title="The lead of each choice",
 )
 with plots.style():
     ax.plot(range(1, len(lead) + 1), lead, "o", color=COLOURS["engine"])
     ax.hlines(0.125, 0, 66, color=COLOURS["fault"])
     ax.hlines(error, 0, 66, color=COLOURS["oracle"], linestyle="--")
-ax.set(yscale="log", ylim=(1e-5, 30), xlim=(0, 88))
+ax.set(yscale="log", ylim=(1e-5, 30), xlim=(0, 93))
 plots.label_line(ax, closest + 1, lead[closest], "smallest lead", COLOURS["engine"])
 plots.label_line(ax, 66, 0.125, "one step of bfloat16", COLOURS["fault"])
-plots.label_line(ax, 66, error, "ours to the oracle's", COLOURS["oracle"])
+plots.label_line(ax, 66, error, "our rounding error", COLOURS["oracle"])
 plots.prediction_marker(ax, closest + 1, today.guess("lead"), where="left")
 fig
 

@@ -335,7 +335,7 @@ fig
 # grows that way. On the right are the same dots in two parts. A short end flatter than the long end means that part
 # of its time is the start of a dozen small operations. A long end below 1 means that a fixed part remains even at
 # 4,096. It can also come out above 1: then the longest sweep no longer fits in a cache of your processor, and each
-# byte costs more than before.
+# byte costs more than before; or other work ran beside yours. Run the cell again to tell these apart.
 #
 # So: quote the exponent **with its range**, and the cost of a token **at the largest `kv_len`**. And the two paths?
 # They compute the same sum. Where your two exponents, or your two costs, differ by less than two runs of this cell

@@ -404,8 +404,8 @@ assert answer.text.startswith(" Paris")
 # The engine runs the kernel. How fast, end to end, with the real slot mapping, on this machine and on a
 # GPU? Day 26 times the code path that the engine runs.
 #
-# **In one paragraph.** We moved one line: the cache's read goes to a dispatcher, which takes the kernel
-# compiled on a GPU and simulated anywhere else. A spy shows that it is asked once, with the layer's own
-# pools and the whole mapping, and that its answer goes straight back; the oracle, no longer on the path,
-# grades both. Three tests that said "equal" now say "close", at the read's own tolerance, since the
-# equality had been the oracle's all along. Scatter and gather are still exact, and the tokens are the same.
+# **In one paragraph.** We moved one line: the cache's method now calls a dispatcher, which runs the kernel
+# compiled on a GPU and simulated elsewhere. A spy shows that the cache calls it once, with the layer's own
+# pools and the whole mapping, and returns its result untouched. The oracle, which the engine no longer calls, checks
+# both. Three tests of equality now ask for closeness, within attention's tolerance, since the equality was a property
+# of the oracle's sum. Scatter and gather are still exact, and the tokens are the same.

@@ -603,6 +603,8 @@ for sweep in recorded["sweeps"]:
     for n in (64, 16_384):
         kernel, gather = at["dispatched", n], at["gather", n]
         best = max(row.bytes_per_second for row in at.values() if row.kv_len == n)
+        faster = n == 64 or sweep["dtype"] == "float32"  # the kernel, in this run
+        assert (kernel.seconds < gather.seconds) == faster and best < 0.05 * recorded["bandwidth"]
         print(
             f"  {n:6,} tokens: kernel {kernel.seconds * 1e6:.0f} µs, gather {gather.seconds * 1e6:.0f} µs, "
             f"{gather.seconds / kernel.seconds:.1f} times; the best of all at {best / recorded['bandwidth']:.2%} of peak"

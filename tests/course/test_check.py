@@ -61,11 +61,11 @@ def test_a_half_written_answer_says_which_case_is_missing(tried):
     ("body", "sentence"),
     [
         ("x.sum(0)", "wrong shape: expected [3, 2], got [2]"),
-        ("None", "it gives None: is a `return` missing?"),
+        ("None", "it returns None: is a `return` missing?"),
         ("x.long()", "wrong dtype: expected float32, got int64"),
         ("(x * f[:, None]).double()", "wrong dtype: expected float32, got float64"),
         ("x * float('nan')", "NaN in 6 of 6 places, first at [0, 0]"),
-        ("[1, 2]", "it gives a list where a tensor is expected"),
+        ("[1, 2]", "it returns a list where a tensor is expected"),
         (
             "x",
             "4 of 6 values differ, first at [1, 0]: expected 4, got 2",
@@ -314,7 +314,7 @@ def test_a_result_that_cannot_be_compared_or_shown_is_a_row(tried):
         "class Odd:\n    def __repr__(self):\n        raise ValueError\n    __eq__ = __repr__\n"
         "def scale_rows(x, f):\n    return Odd()"
     )
-    assert message(report) == "it gives an Odd where a tensor is expected"
+    assert message(report) == "it returns an Odd where a tensor is expected"
 
 
 def test_random_answers_repeat_and_leave_the_notebook_s_stream_alone():
@@ -342,7 +342,8 @@ def test_a_class_without_the_method_is_not_an_answer(toy, cell):
     report = check.run(
         toy.day.EXERCISES[1], cell("class Counter(Counter):\n    pass", space).Counter
     )
-    assert report.text() == "Counter: not attempted yet, it has no method `step` of its own"
+    told = "the class does not define the method `step`"
+    assert report.text() == f"Counter: not attempted yet, {told}"
     assert "`" not in report.html()
 
 
@@ -394,14 +395,14 @@ def test_big_tensors_are_shown_by_their_shape():
         ([[1], "a"], [[1], 7], "item 1 of the list: a str where a number is expected"),
         ({"a": [1]}, {"a": [1, 2]}, "'a': wrong length: expected 2, got 1"),
         (["abc"], ["abd"], "item 0 of the list: differs from character 2: expected 'abd'"),
-        ((1, 2), [1, 2], "it gives a tuple where a list is expected"),
+        ((1, 2), [1, 2], "it returns a tuple where a list is expected"),
         ([1], [1, 2], "wrong length: expected 2, got 1"),
         ("abc", "abd", "differs from character 2: expected 'abd', got 'abc'"),
         (1, True, "expected True, got 1"),
         (float("nan"), 2.0, "NaN, expected 2"),
         (2.0, 2, None),
         (np.array([1, 2]), np.array([1, 3]), "1 of 2 values differ, first at [1]"),
-        ([1, 2], np.array([1, 2]), "it gives a list where an array is expected"),
+        ([1, 2], np.array([1, 2]), "it returns a list where an array is expected"),
         (torch.tensor([float("nan")]), torch.tensor([float("nan")]), None),
         (torch.zeros(2, 3), torch.zeros(3, 2), "wrong shape: expected [3, 2], got [2, 3]"),
     ],

@@ -274,7 +274,7 @@ def test_mine_says_what_is_saved_and_has_no_place_in_the_engine(today, cell, cap
     with today.mine():
         pass
     assert said(capsys) == (
-        "Saved, but with no place in the engine: double. "
+        "Saved, but not a part of the engine: double. "
         "No saved scale_rows, Counter of Day 4 yet: the engine runs with its own code."
     )
 
@@ -366,14 +366,14 @@ def hinted(today, capsys):
 
 
 def test_hints_climb_and_say_what_they_are_about(today, cell, capsys):
-    assert hinted(today, capsys) == "Run the check first: a hint looks at the case that failed."
+    assert hinted(today, capsys) == "Run the check first: a hint is about a case that failed."
     today.check(cell(PARTLY).scale_rows)
     first = hinted(today, capsys)
     assert first == "Hint 1 of 3 on scale_rows, for case '2 rows of 2': Which axis?"
     for text in ("Rows come first.", "Index with [:, None].", "Index with [:, None]."):
         assert text in hinted(today, capsys)
     today.check(cell(RIGHT).scale_rows)
-    assert "nothing to hint at" in hinted(today, capsys)
+    assert "no hint is needed" in hinted(today, capsys)
 
 
 def test_a_new_answer_starts_at_the_first_hint_and_the_same_one_goes_on(today, cell, capsys):
@@ -427,7 +427,7 @@ def test_anything_else_handed_to_check_is_one_clear_line(today, answer, capsys):
 
 def test_a_result_handed_over_instead_of_the_function_is_told(today, capsys):
     today.check(14, "double")
-    assert said(capsys) == "Hand over the function itself, without a call: today.check(double)"
+    assert said(capsys) == "Pass the function itself, without calling it: today.check(double)"
 
 
 @pytest.mark.parametrize(("guess", "kept"), [(3, 3.0), ("1,024", 1024.0), (0.5, 0.5)])
@@ -448,7 +448,7 @@ def test_a_guess_that_is_no_number_is_one_clear_line(today, guess, work, capsys)
 def test_a_choice_must_be_one_of_the_choices(today, capsys):
     options = ("linear", "quadratic")
     today.predict("shape", "Which curve?", guess="cubic", choices=options)
-    assert "'cubic' is none of the choices: linear, quadratic." in said(capsys)
+    assert "'cubic' is not one of the choices: linear, quadratic." in said(capsys)
     today.predict("shape", "Which curve?", guess="Linear", choices=options)
     assert today.guess("shape") == "linear"
 
@@ -474,9 +474,9 @@ def test_a_guess_from_before_stays_and_is_said(today, capsys):
 @pytest.mark.parametrize(
     ("guess", "bounds", "wanted"),
     [
-        (60, {"low": 0, "high": 1}, "60 does not fit: a guess here is at least 0 and at most 1."),
-        (-0.5, {"low": 0}, "-0.5 does not fit: a guess here is at least 0."),
-        ("1e4", {"high": 9.5}, "10000 does not fit: a guess here is at most 9.5."),
+        (60, {"low": 0, "high": 1}, "60 does not fit: the guess must be at least 0 and at most 1."),
+        (-0.5, {"low": 0}, "-0.5 does not fit: the guess must be at least 0."),
+        ("1e4", {"high": 9.5}, "10000 does not fit: the guess must be at most 9.5."),
     ],
 )
 def test_a_guess_out_of_range_is_not_kept(today, guess, bounds, wanted, capsys):
@@ -617,7 +617,7 @@ def test_in_a_real_kernel_a_cell_run_too_early_points_at_the_cells_above(tmp_pat
     error, pointer = cells[1].outputs
     assert error.ename == "NameError"
     assert " ".join(pointer.data["text/plain"].split()) == (
-        "Another cell of this day defines `below`, and it has not run since the kernel started. "
+        "Another cell of this day defines `below`. That cell has not run since the kernel started. "
         "Run the cells above first: Run → Run All Above Selected Cell."
     )
     for cell, kind in ((cells[2], "NameError"), (cells[3], "UnboundLocalError")):

@@ -1,14 +1,11 @@
-"""Days 0 to 6: second mistakes, answers saved before an exercise was split, and who is called."""
+"""Days 0 to 6: second mistakes, and answers saved before an exercise was split."""
 
 import pytest
 import torch
 
-from nanoserve import LLM, SamplingParams, layers, weights
-from nanoserve.config import load_config
+from nanoserve import layers
 from nanoserve.course import answers, check, day, store
-from nanoserve.course.exercise import locate
 from nanoserve.course.exercises import day02, day04, day06, exercises_of
-from nanoserve.fetch import gguf_path
 
 OLD = """# Day 4, rope_frequencies: your answer, saved when it passed its check.
 
@@ -115,44 +112,6 @@ def test_a_day_is_done_without_its_optional_exercise(work):
     progress.save()
     [row] = [row for row in store.status() if row.info.number == 4]
     assert (row.words, row.count) == ("done", "3 of 3")
-
-
-def run_day_2(llm):
-    weights.load_weights(gguf_path(), load_config(gguf_path()))
-
-
-def run_day_3(llm):
-    list(llm.stream(llm.tokenizer.encode("Hi"), SamplingParams(max_tokens=2)))
-
-
-def run_day_4_and_5(llm):
-    LLM("smollm2").generate("Hi", SamplingParams(max_tokens=2))
-
-
-def run_day_6(llm):
-    LLM("smollm2", cache="naive").generate("Hi", SamplingParams(max_tokens=2))
-
-
-@pytest.fixture(scope="module")
-def llm():
-    return LLM("smollm2")
-
-
-RUNS = {2: run_day_2, 3: run_day_3, 4: run_day_4_and_5, 5: run_day_4_and_5, 6: run_day_6}
-
-
-@pytest.mark.parametrize("number", RUNS)
-def test_the_engine_calls_the_learner_s_answer_as_the_day_runs_it(llm, number):
-    def like(original):
-        if isinstance(original, type):
-            return type(original.__name__, (), dict(vars(original)))
-        return lambda *args, **kwargs: original(*args, **kwargs)
-
-    parts = [each for each in exercises_of(number) if each.target]
-    ours = [answers.Answer(number, each, like(locate(each.target)[2])) for each in parts]
-    with answers.installed(ours):
-        RUNS[number](llm)
-    assert {each.exercise.name: each.calls > 0 for each in ours} == {e.name: True for e in parts}
 
 
 def test_the_hints_of_a_day_speak_of_the_mistake():

@@ -204,7 +204,7 @@ def test_a_definition_that_the_package_lacks_is_named(clone):
 
 def test_a_lands_cell_holds_definitions_only(clone):
     edit(day(clone), "LIMIT: int = 3\n", "LIMIT: int = 3\nprint(LIMIT)\n")
-    assert "this is no definition: print(LIMIT)" in lands.problems(clone)[0]
+    assert "this is not a definition: print(LIMIT)" in lands.problems(clone)[0]
 
 
 def test_a_piece_of_a_class_holds_methods_only(clone):

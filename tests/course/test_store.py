@@ -198,7 +198,7 @@ def test_a_damaged_progress_file_is_set_aside_and_passes_come_from_the_answers(w
     for number in ("", ".1"):
         (work / "progress.json").write_bytes(text)
         progress = Progress.load()
-        assert f"set aside as progress.corrupt{number}.json" in progress.trouble
+        assert f"was renamed to progress.corrupt{number}.json" in progress.trouble
         assert progress.passed(2) == ["unpermute"]
         assert (work / f"progress.corrupt{number}.json").read_bytes() == text
     assert not (work / "progress.json").exists()
@@ -210,7 +210,7 @@ def test_a_damaged_progress_file_is_set_aside_and_passes_come_from_the_answers(w
 
 def test_a_progress_file_that_is_a_folder_is_set_aside_too(work):
     (work / "progress.json").mkdir(parents=True)
-    assert "set aside" in Progress.load().trouble
+    assert "was damaged" in Progress.load().trouble
     Progress.load().save()
     assert (work / "progress.json").is_file()
 

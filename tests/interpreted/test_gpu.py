@@ -48,14 +48,14 @@ def test_a_pool_of_more_elements_than_an_integer_counts(dtype, bits, query_len, 
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_every_backend_can_run_on_the_card(backend):
+def test_every_backend_can_run_on_the_gpu(backend):
     for reads in (LAYOUTS, HALVES):
         for case in (case for name, case in reads.items() if "all at once" in name):
             with use_backend(backend):
                 assert_expected(paged_attention_dispatch(*tensors(case, "cuda")), case)
 
 
-def test_on_the_card_triton_is_chosen(monkeypatch):
+def test_on_the_gpu_triton_is_chosen(monkeypatch):
     case, inputs = AttentionCase(), tensors(AttentionCase(), "cuda")
     monkeypatch.setattr(dispatch, "paged_attention_triton", lambda *args: ("triton", args))
     backend, args = paged_attention_dispatch(*inputs)
@@ -65,7 +65,7 @@ def test_on_the_card_triton_is_chosen(monkeypatch):
     assert_expected(dispatch.paged_attention_tlsim(*inputs), case)
 
 
-def test_a_read_does_not_wait_for_the_card():
+def test_attention_does_not_wait_for_the_gpu():
     case = AttentionCase(9, 3, 64, 1, 300)
     inputs = tensors(case, "cuda")
     paged_attention_dispatch(*inputs)  # compiled, loaded
@@ -77,7 +77,7 @@ def test_a_read_does_not_wait_for_the_card():
     assert_expected(out, case)
 
 
-def test_a_read_can_be_captured_in_a_graph():
+def test_attention_can_be_captured_in_a_cuda_graph():
     case = AttentionCase(9, 3, 64, 1, 300)
     inputs = tensors(case, "cuda")
     paged_attention_dispatch(*inputs)
@@ -89,7 +89,7 @@ def test_a_read_can_be_captured_in_a_graph():
     assert_expected(out, case)
 
 
-def test_slots_are_checked_on_the_card_on_request(monkeypatch):
+def test_slots_are_checked_on_the_gpu_on_request(monkeypatch):
     q, k_pool, v_pool, slots, *rest = tensors(AttentionCase(), "cuda")
     slots[3] = len(k_pool)
     monkeypatch.setenv("NANOSERVE_CHECK_SLOTS", "1")
@@ -107,7 +107,7 @@ def test_tensors_on_two_devices_are_refused(argument):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_engine_gives_the_cpus_tokens(kind, tmp_path, monkeypatch):
+def test_the_engine_on_the_gpu_generates_the_cpus_tokens(kind, tmp_path, monkeypatch):
     folder = write_checkpoint(tmp_path, kind, eos=None)
     random = torch.Generator().manual_seed(0)
     prompts = [torch.randint(VOCABULARY, (n,), generator=random).tolist() for n in (1, 5, 17)]
@@ -125,7 +125,7 @@ def test_the_engine_gives_the_cpus_tokens(kind, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_in_half_precision_the_logits_are_the_oracles_but_for_rounding(dtype, tmp_path):
+def test_in_half_precision_the_logits_are_the_oracles_within_rounding(dtype, tmp_path):
     model = load_model(write_checkpoint(tmp_path), dtype, "cuda")
     logits = {}
     for backend in ("triton", "reference"):

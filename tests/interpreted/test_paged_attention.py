@@ -31,7 +31,7 @@ def of(cases: dict[str, AttentionCase]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("case", cases.values(), ids=cases)
 
 
-def test_the_engine_is_the_one_that_this_process_is_for():
+def test_the_runtime_is_the_one_of_this_process():
     assert type(paged_attention_kernel) is (InterpretedFunction if INTERPRETED else JITFunction)
 
 
@@ -41,7 +41,7 @@ def test_the_kernel(case):
 
 
 @of({name: case for name, case in CASES.items() if case.query_len == 1})
-def test_the_shipped_read(case):
+def test_the_shipped_kernel(case):
     assert_expected(paged_attention_triton(*tensors(case, DEVICE)), case)
 
 
@@ -58,7 +58,7 @@ def test_half_precision_is_rounded_once_when_it_is_stored(case):
 
 
 @of({name: case for name, case in CASES.items() if "all at" in name})
-def test_what_lies_in_other_slots_changes_no_bit(case):
+def test_the_content_of_other_slots_changes_no_bit(case):
     outs = [
         launch(paged_attention_kernel, *tensors(case, DEVICE, empty=empty), tile=case.tile)
         for empty in (torch.nan, 0.0)

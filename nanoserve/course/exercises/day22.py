@@ -388,10 +388,15 @@ def _kernel_cases() -> list[Case]:
         pool[~owned] = torch.nan
     *tensors, mapping, n_rep = a_read(2, 11)
     halves = (*(x.half() for x in tensors), mapping, n_rep)
-    falling, low = a_read(1, 17), a_read(1, 9, head_dim=16)
-    for read, channels in ((falling, torch.linspace(70, -70, 17)), (low, -500 - torch.arange(9.0))):
+    falling, rising, low = a_read(1, 17), a_read(1, 19), a_read(1, 9, head_dim=16)
+    for read, channels in (
+        (falling, torch.linspace(70, -70, 17)),
+        (rising, torch.linspace(-70, 70, 19)),
+        (low, -500 - torch.arange(9.0)),
+    ):
         read[0].fill_(1.0)  # so a score is sqrt(head_dim) times a channel of its key
         read[1][read[3]] = channels[:, None, None].expand(-1, 2, read[0].shape[-1])
+    rising[1][:, 1] += 100  # the second KV head's scores are larger by 280
     return [
         case("one query of one head: 4 keys, one tile", "tile", a_read(1, 4, 1, 1), 4),
         case("one head: 5 keys in a tile of 16", "tail", a_read(1, 5, 1, 1), 16),
@@ -408,6 +413,7 @@ def _kernel_cases() -> list[Case]:
         case("q with strides of its own, not the output's", "stride", a_read(3, 11), 4, view=True),
         case("float16", "half", halves, 4),
         case("scores that fall from 200 to -200", "large", falling, 4),
+        case("scores that rise by 400", "large", rising, 4),
         case("scores of -2,000 and below", "large", low, 4),
         case("one program at a time, shuffled", "band", a_read(2, 6, 2, 1), 4, order="serial"),
     ]
