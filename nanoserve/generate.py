@@ -212,7 +212,7 @@ class LLM:
         return self.stream(self.chat_ids(messages), params).completion
 
     def stream(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> Stream:
-        """Complete one prompt as a stream of pieces of text; errors as for generate, at once."""
+        """Complete one prompt as a stream of pieces of text; errors as generate, at once."""
         ids, params = self._prompt_ids(prompt), SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise ValueError(f"params must be a SamplingParams, got {params!r}")
@@ -230,7 +230,7 @@ class LLM:
         else:
             for i in prompt:
                 if isinstance(i, bool) or not isinstance(i, Integral):
-                    raise ValueError(f"a prompt is text or integer token ids, got {i!r} in it")
+                    raise ValueError(f"a prompt must be text or integer token ids, got {i!r}")
             ids = [int(i) for i in prompt]
         config = self.model.config
         if not ids:

@@ -144,8 +144,8 @@ def gguf_config(path: Path) -> dict:
 def gguf_tokenizer(path: Path) -> tuple[str, dict]:
     """Return a GGUF file's byte-level BPE as tokenizer.json and tokenizer_config.json.
 
-    The first is text, the second a dictionary. Raises BadGGUF, with its name, for any other
-    tokenizer, and for missing or wrong metadata.
+    The first is text, the second a dictionary. Raises BadGGUF for any other tokenizer, and for
+    missing or wrong metadata.
     """
     reader = open_gguf(path)
     model, pre = _get(reader, "tokenizer.ggml.model"), _get(reader, "tokenizer.ggml.pre")

@@ -38,7 +38,7 @@ class Oracle:
         on_token: Callable[[int], None] | None = None,
         stop: bool = True,
     ) -> list[int]:
-        """Return the greedy continuation of a prompt: at most max_tokens ids, with the end token.
+        """Return the greedy continuation of a prompt: at most max_tokens ids, end token included.
 
         Calls on_token with each id. With stop=False, generation continues after an end token.
         """

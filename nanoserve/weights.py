@@ -83,8 +83,8 @@ def load_weights(
     """Read a folder of safetensors, or a .gguf file, into {Hugging Face name: tensor}.
 
     The result always has "lm_head.weight"; a tied head is the embedding itself, in the same memory.
-    Raises ValueError, with its name, for a file that cannot be read or is not whole, for a tensor
-    that is missing, surplus or of the wrong shape, and for a head that contradicts the config.
+    Raises a ValueError that names the file or tensor: a file that cannot be read or is not whole; a
+    tensor that is missing, surplus or of the wrong shape; a head that contradicts the config.
     """
     stored = list_gguf(path, config) if path.suffix == ".gguf" else list_safetensors(path)
     head = stored.pop("lm_head.weight", None)
@@ -114,7 +114,7 @@ def check_shapes(stored: dict[str, StoredTensor], expected: dict[str, tuple[int,
         if stored[name].shape != shape:
             raise ValueError(
                 f"tensor {name} has shape {list(stored[name].shape)}, "
-                f"the config requires {list(shape)}"
+                f"but the config requires {list(shape)}"
             )
     for name in stored:
         if name not in expected:

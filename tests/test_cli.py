@@ -582,7 +582,7 @@ def test_bench_decode_shows_no_time_for_a_wrong_answer(run, tiny, monkeypatch):
     monkeypatch.setattr("nanoserve.model.rms_norm", lambda x, weight, eps: x)
     code, out, err = run("bench", "decode", "--model", tiny, "--context", "5", "--tokens", "3")
     assert (code, out) == (2, "")
-    assert err.endswith("nanoserve: nanoserve and transformers differ after 5 tokens\n")
+    assert err.endswith("nanoserve: nanoserve and transformers differ at prompt length 5\n")
 
 
 # course

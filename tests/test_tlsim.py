@@ -290,7 +290,7 @@ def test_a_pointer_is_moved_by_integers_alone():
     ):
         with refuses(r"a pointer into x_ptr allows only \+ and - of integers"):
             kernel[(1,)](wrong, x)
-    with refuses("is no number"):
+    with refuses("cannot be cast"):
         kernel[(1,)](lambda p: p.to(tl.int64), x)
     with refuses("tl.load needs pointers, got torch.int32"):
         kernel[(1,)](lambda p: tl.load(tl.arange(0, 4)), x)
@@ -804,9 +804,9 @@ def test_arguments_that_do_not_fit_are_refused_by_name():
         copy[(1,)](x, x, 4, 4, BLOK=4)
     with pytest.raises(TypeError, match="copy: n must not be a str"):
         copy[(1,)](x, x, "4", BLOCK=4)
-    with refuses("launch one with kernel\\[grid\\]"):
+    with refuses("launch a kernel with kernel\\[grid\\]"):
         copy(x, x, 4, 4)
-    with refuses("belongs in a kernel"):
+    with refuses("works only inside a kernel"):
         tl.program_id(0)
 
 

@@ -192,7 +192,7 @@ today.check(hidden)
 # lands in nanoserve/model.py: Model.hidden, Model._check
 class Model(Model):
     def hidden(self, ids: torch.Tensor, cache: Cache | None = None) -> torch.Tensor:
-        """The final norm's output: ids [batch, seq] -> [batch, seq, hidden]; errors as above."""
+        """The final norm's output: ids [batch, seq] -> [batch, seq, hidden]; errors as __call__."""
         self._check(ids)
         start = 0 if cache is None else cache.seq_len
         cos, sin = self._rope(start, start + ids.shape[1])

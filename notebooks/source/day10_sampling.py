@@ -284,7 +284,7 @@ today.check(mask_top_k)
 # %% jupyter={"source_hidden": true}
 # lands in nanoserve/sampling.py: mask_top_k
 def mask_top_k(logits: torch.Tensor, top_k: int) -> torch.Tensor:
-    """Keep the top_k largest logits, and all that equal the last of them; 0 keeps all."""
+    """Keep the top_k largest logits, and all that equal the smallest of these; 0 keeps all."""
     if top_k == 0:
         return logits
     last = logits.topk(min(top_k, logits.shape[-1])).values[..., -1:]  # [..., 1]

@@ -429,7 +429,7 @@ class LLM:
         else:
             for i in prompt:
                 if isinstance(i, bool) or not isinstance(i, Integral):
-                    raise ValueError(f"a prompt is text or integer token ids, got {i!r} in it")
+                    raise ValueError(f"a prompt must be text or integer token ids, got {i!r}")
             ids = [int(i) for i in prompt]
         config = self.model.config
         if not ids:
