@@ -339,9 +339,7 @@ def _check_windows(fields: Fields, family: str, num_layers: int) -> None:
     """
     values, kinds = fields.values, fields.values.get("layer_types")
     if family == "mistral" and "layer_types" in values:
-        raise fields.unsupported(
-            "layer_types", "an absent field (the field marks a Ministral model)"
-        )
+        raise fields.unsupported("layer_types", "an absent field (it marks a Ministral model)")
     if kinds is not None:
         if not isinstance(kinds, list) or len(kinds) != num_layers:
             raise fields.wrong(
