@@ -515,7 +515,7 @@ def test_doctor_says_what_runs_attention_and_why(device, reason, line, monkeypat
     monkeypatch.delenv("NANOSERVE_BACKEND", raising=False)
     monkeypatch.setattr(cli, "_best_device", lambda: device)
     monkeypatch.setattr(dispatch, "why_not_triton", lambda _: reason)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a card")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
     dispatch._warn_fallback.cache_clear()
     assert dict(cli.report())["attention runs"] == line
     assert len(recwarn) == 0

@@ -13,9 +13,9 @@ from nanoserve.kernels.dispatch import launch
 from nanoserve.kernels.paged_attention import paged_attention_kernel
 from tests.attention_cases import AttentionCase, tensors
 
-CARDS = (75, 80, 90, 100)  # T4, A100, H100, B200
+GPUS = (75, 80, 90, 100)  # T4, A100, H100, B200
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-TYPES = [(cc, dtype) for cc in CARDS for dtype in DTYPES if cc >= 80 or dtype != torch.bfloat16]
+TYPES = [(cc, dtype) for cc in GPUS for dtype in DTYPES if cc >= 80 or dtype != torch.bfloat16]
 KIB = 1024
 
 

@@ -20,7 +20,7 @@ from nanoserve.kernels.dispatch import (
 from nanoserve.kernels.reference import paged_attention_reference
 from tests.attention_cases import LAYOUTS, AttentionCase, assert_expected, tensors
 
-CARDS = {(7, 0): "Tesla V100", (7, 5): "Tesla T4", (9, 0): "NVIDIA H200", (10, 0): "NVIDIA B200"}
+GPUS = {(7, 0): "Tesla V100", (7, 5): "Tesla T4", (9, 0): "NVIDIA H200", (10, 0): "NVIDIA B200"}
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +36,7 @@ def machine(monkeypatch):
 
     def believe(capability: tuple[int, int] = (9, 0), triton: bool = True) -> None:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: CARDS[capability])
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: GPUS[capability])
         monkeypatch.setattr(dispatch, "has_triton", lambda: triton)
 
     return believe

@@ -1,8 +1,8 @@
 """tlsim's language held against Triton's, operation by operation: values and dtypes.
 
 Triton's interpreter holds bfloat16 as its bits and computes with those, so that sums, products and
-comparisons of two bfloat16 blocks are wrong in it: they are drawn on a card alone. Its float32 to
-bfloat16 cuts where a card rounds, and its integer to bfloat16 is wrong. It also leaves a float
+comparisons of two bfloat16 blocks are wrong in it: they are drawn on a GPU only. Its float32 to
+bfloat16 cuts where a GPU rounds, and its integer to bfloat16 is wrong. It also leaves a float
 argument a number, where a compiled kernel has a float32 tensor: the kernels here give it a name
 first, which makes it one everywhere.
 """
@@ -204,7 +204,7 @@ product = module(DOT).product
 
 @drawn(examples=8)
 def test_dot(random):
-    """bfloat16 is multiplied on a card alone: the interpreter multiplies its bits."""
+    """bfloat16 is multiplied on a GPU only: the interpreter multiplies its bits."""
     m, n, k = (random.choice([16, 32]) for _ in "mnk")
     dtype = random.choice(RIGHT)
     a, b = quarters(random, (m, k), dtype), quarters(random, (k, n), dtype)
