@@ -137,7 +137,7 @@ def test_a_variant_with_other_tokens_is_named_and_never_timed(wrong):
         "good": scripted_path(clock, "good", log, 1, 1),
         "bad": scripted_path(clock, "bad", log, 1, 1, ids=wrong),
     }
-    with pytest.raises(WrongAnswer, match="bad and good differ after 6 tokens"):
+    with pytest.raises(WrongAnswer, match="bad and good differ at prompt length 6"):
         decode_benchmark(paths, "good", [[1] * 6], tokens=4, clock=clock)
     assert clock.readings == 0
 
@@ -162,7 +162,7 @@ def test_a_fault_in_the_weights_stops_the_benchmark(tmp_path):
     model = load_model(folder)
     model.weights["lm_head.weight"] = model.weights["lm_head.weight"].flip(0)
     paths = {"ours": engine_path(model, True), "theirs": oracle_path(load_oracle(folder), True)}
-    with pytest.raises(WrongAnswer, match="ours and theirs differ after 3 tokens"):
+    with pytest.raises(WrongAnswer, match="ours and theirs differ at prompt length 3"):
         decode_benchmark(paths, "theirs", [[5, 9, 33]], tokens=4)
 
 

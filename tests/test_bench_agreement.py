@@ -142,7 +142,7 @@ def test_a_run_is_recorded_in_the_folder_that_is_asked_for(monkeypatch, capsys, 
 def test_a_folder_that_is_missing_is_one_line(monkeypatch, capsys, tmp_path):
     with pytest.raises(SystemExit):
         run_main(monkeypatch, ROWS, "--record", str(tmp_path / "none"))
-    assert "record at the root of a clone" in capsys.readouterr().err
+    assert "run this at the root of a clone" in capsys.readouterr().err
 
 
 def test_a_run_that_does_not_agree_is_named_and_not_recorded(monkeypatch, capsys, tmp_path):

@@ -478,7 +478,7 @@ def test_doctor_works_where_there_is_nothing(run, monkeypatch, tmp_path):
     monkeypatch.setattr("nanoserve.bench.machine.metadata.version", _missing)
     code, out, err = run("doctor")
     assert (code, err) == (0, "")
-    assert "SmolLM2-135M-Instruct is not there: run `nanoserve fetch`" in out
+    assert "SmolLM2-135M-Instruct does not exist: run `nanoserve fetch`" in out
     assert out.count("not installed") == 7
     assert not (tmp_path / "none").exists()
 
@@ -495,7 +495,7 @@ def test_doctor_names_the_fault_of_a_model_that_is_not_whole(run, monkeypatch, t
     with denied(file):
         code, out, _ = run("doctor")
     assert code == 0
-    assert "config.json is there, but cannot be read: Permission denied" in out
+    assert "config.json exists, but cannot be read: Permission denied" in out
 
 
 def best_device() -> str:
@@ -559,15 +559,17 @@ def test_bench_decode_prints_times_and_ratios(cached, run, tiny, monkeypatch):
     for context, group in {"5": lines[1 : 1 + each], "20": lines[1 + each :]}.items():
         timed, ratios = group[: len(names)], group[len(names) :]
         for line, name in zip(timed, names, strict=True):
-            assert re.match(rf" +{context} tokens  {name} +first +[\d.]+ ms  then +[\d.]+ ms", line)
+            assert re.match(rf" +{context} tokens  {name} +TTFT +[\d.]+ ms  TPOT +[\d.]+ ms", line)
             assert ("of peak" in line) == cached
         theirs = timed.pop(1)
         for ours, ratio in zip(timed, ratios, strict=True):
             shown = re.fullmatch(
-                r" +(\w+), speed over transformers: first token ([\d.]+), decode ([\d.]+)", ratio
+                r" +(\w+) is ([\d.]+) times as fast as transformers"
+                r" in TTFT, ([\d.]+) times in TPOT",
+                ratio,
             )
             assert shown[1] in ours
-            for number, word in ((shown[2], "first"), (shown[3], "then")):
+            for number, word in ((shown[2], "TTFT"), (shown[3], "TPOT")):
                 expected = _number(word, theirs) / _number(word, ours)
                 assert float(number) == pytest.approx(expected, rel=0.2)
 
@@ -580,7 +582,7 @@ def test_bench_decode_shows_no_time_for_a_wrong_answer(run, tiny, monkeypatch):
     monkeypatch.setattr("nanoserve.model.rms_norm", lambda x, weight, eps: x)
     code, out, err = run("bench", "decode", "--model", tiny, "--context", "5", "--tokens", "3")
     assert (code, out) == (2, "")
-    assert err.endswith("nanoserve: nanoserve and transformers differ after 5 tokens\n")
+    assert err.endswith("nanoserve: nanoserve and transformers differ at prompt length 5\n")
 
 
 # course

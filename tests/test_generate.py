@@ -685,7 +685,7 @@ def test_an_id_outside_the_vocabulary_is_named(bad, tiny):
 
 @pytest.mark.parametrize("prompt", [[5.0, 6], [5, 6.5], [True, 5], [[5, False]], [5, "a"]])
 def test_ids_that_are_no_integers_are_refused(prompt, tiny):
-    with pytest.raises(ValueError, match="a prompt is text or integer token ids, got"):
+    with pytest.raises(ValueError, match="a prompt must be text or integer token ids, got"):
         tiny.generate(prompt)
 
 
@@ -748,7 +748,7 @@ def test_prompts_of_another_kind_are_named(prompts, tiny):
 
 @pytest.mark.parametrize("source", [None, 3, b"smollm2"])
 def test_a_source_of_another_kind_is_named(source):
-    with pytest.raises(ValueError, match=r"^a model is a name or a path, got "):
+    with pytest.raises(ValueError, match=r"^a model must be a name or a path, got "):
         LLM(source)
 
 

@@ -171,12 +171,10 @@ def test_as_many_layers_are_laid_out_as_fill_the_rotation(monkeypatch):
 
 
 def test_a_burst_on_a_gpu_is_one_steps_attention_and_its_time_is_shared(monkeypatch):
-    """Without a GPU: only the name of the device is replaced."""
+    """Without a GPU: only the answer to 'which device' is changed."""
     real = torch.device
     monkeypatch.setattr(runner, "scattered_cache", lambda c, h, d, _: scattered_cache(c, h, d))
-    monkeypatch.setattr(
-        runner.torch, "device", lambda d: real("cuda") if d == "fake gpu" else real(d)
-    )
+    monkeypatch.setattr(runner.torch, "device", lambda d: real("cuda") if d == "gpu" else real(d))
     clock, calls, honest = ScriptedClock(), [], PagedKVCache.paged_attention
 
     def scripted(cache, layer, *args):
@@ -185,7 +183,7 @@ def test_a_burst_on_a_gpu_is_one_steps_attention_and_its_time_is_shared(monkeypa
         return honest(cache, layer, *args)
 
     monkeypatch.setattr(PagedKVCache, "paged_attention", scripted)
-    rows = cache_benchmark(SMALL, [37], device="fake gpu", rounds=1, clock=clock)
+    rows = cache_benchmark(SMALL, [37], device="gpu", rounds=1, clock=clock)
     assert rows[0].seconds == 2
     assert len(calls) == 2 + 3 * SMALL.num_layers  # the check_paths, two warm-ups, one round
 

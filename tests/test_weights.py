@@ -162,7 +162,7 @@ def test_a_surplus_tensor_is_named(folder, name):
 def test_a_misshapen_tensor_is_named_with_both_shapes(folder, name, shape, monkeypatch):
     rewrite(folder, lambda tensors: tensors.update({name: torch.zeros(shape)}))
     monkeypatch.setattr("torch.Tensor.to", None)  # no value is read before the shapes are known
-    said = rf"tensor {name} has shape \[{', '.join(map(str, shape))}\], the config asks for \["
+    said = rf"tensor {name} has shape \[{', '.join(map(str, shape))}\], but the config requires \["
     with pytest.raises(ValueError, match=said):
         load(folder)
 

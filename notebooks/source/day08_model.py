@@ -192,7 +192,7 @@ today.check(hidden)
 # lands in nanoserve/model.py: Model.hidden, Model._check
 class Model(Model):
     def hidden(self, ids: torch.Tensor, cache: Cache | None = None) -> torch.Tensor:
-        """The last block's output, normed: ids [batch, seq] -> [batch, seq, hidden]."""
+        """The final norm's output: ids [batch, seq] -> [batch, seq, hidden]; errors as __call__."""
         self._check(ids)
         start = 0 if cache is None else cache.seq_len
         cos, sin = self._rope(start, start + ids.shape[1])
@@ -206,7 +206,7 @@ class Model(Model):
             raise ValueError(
                 f"ids must be integers [batch, seq], got {ids.dtype} {list(ids.shape)}"
             )
-        if ids.device.type == "cpu":  # on a GPU, reading them would wait for all queued work
+        if ids.device.type == "cpu":  # on a GPU, reading the ids would wait for all queued work
             low, high = (int(i) for i in ids.aminmax())
             if low < 0 or high >= self.config.vocab_size:
                 raise ValueError(

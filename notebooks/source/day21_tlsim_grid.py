@@ -540,7 +540,7 @@ _options: ContextVar[Options] = ContextVar("options")
 
 @contextmanager
 def options(**changes: object) -> Iterator[Options]:
-    """Launch kernels with changed Options inside a `with` block; `changes` are its fields."""
+    """Launch kernels with changed Options inside a `with` block; `changes` are fields."""
     token = _options.set(replace(_options.get(Options()), **changes))
     try:
         yield _options.get()
@@ -552,7 +552,7 @@ def options(**changes: object) -> Iterator[Options]:
 # lands in nanoserve/kernels/tlsim/grid.py: Wave, _wave, current
 @dataclass
 class Wave:
-    """Programs that run side by side: a part of the grid. A Value's first axes are its x, y, z."""
+    """Programs that run side by side, part of a grid. Every Value starts with the axes x, y, z."""
 
     grid: tuple[int, int, int]
     ids: tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # int32 [x, 1, 1], [1, y, 1], [1, 1, z]
@@ -699,7 +699,7 @@ class Value:
             return self
         if self.buffer:
             raise fault(f"a pointer into {self.buffer.name} cannot be cast")
-        ramp = self.ramp and dtype == torch.int64  # int64 surely holds every lane
+        ramp = self.ramp and dtype == torch.int64  # int64 can hold every lane
         return Value((self.data if ramp else self.lanes).to(dtype), self.shape, None, ramp)
 
 
@@ -1053,13 +1053,13 @@ def _check(kind: str, pointer: Value, live: torch.Tensor | None) -> None:
         _refuse(clash, pointer, "stores where another program has stored,")
 
 
-def _refuse(wrong: torch.Tensor, pointer: Value, deed: str) -> None:
+def _refuse(wrong: torch.Tensor, pointer: Value, action: str) -> None:
     """Raise KernelError for the first lane where `wrong` is true."""
     if wrong.any():
         offsets, wrong = _everywhere(pointer, wrong)
         first = tuple(int(i) for i in wrong.nonzero()[0])
         buffer, program = pointer.buffer, int(current().programs[first[:3]])
-        what = f"{deed} {buffer.name}[{int(offsets[first])}] of {len(buffer.flat)} elements"
+        what = f"{action} {buffer.name}[{int(offsets[first])}] of {len(buffer.flat)} elements"
         raise fault(what, program, first[3:])
 
 

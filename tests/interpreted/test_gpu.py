@@ -102,7 +102,7 @@ def test_tensors_on_two_devices_are_refused(argument):
     inputs = list(tensors(AttentionCase(), "cuda"))
     place = ("q", "k_pool", "v_pool", "slot_mapping").index(argument)
     inputs[place] = inputs[place].cpu()
-    with pytest.raises(ValueError, match=f"{argument} lies on cpu and q on cuda:0"):
+    with pytest.raises(ValueError, match=f"{argument} is on cpu, but q is on cuda:0"):
         paged_attention_dispatch(*inputs)
 
 

@@ -146,7 +146,7 @@ def matmul(
 
 @drawn(examples=10)
 def test_tiled_matrix_product(random):
-    """bfloat16 on a GPU only: the interpreter's tl.dot multiplies the bits."""
+    """bfloat16 on a GPU only: the interpreter's tl.dot multiplies its bits."""
     m, n, k = (random.randint(2, 70) for _ in "mnk")
     dtype = random.choice(FLOATS[:2] if INTERPRETED else FLOATS)
     a, b, c = quarters(random, (m, k), dtype), quarters(random, (n, k), dtype).T, torch.zeros(m, n)
@@ -266,7 +266,7 @@ def flash_attention(
 
 @drawn(examples=8)
 def test_flash_attention(random):
-    """bfloat16 on a GPU only: the interpreter's tl.dot multiplies the bits."""
+    """bfloat16 on a GPU only: the interpreter's tl.dot multiplies its bits."""
     heads, seq = random.randint(1, 3), random.randint(1, 70)
     dtype = random.choice(FLOATS[:2] if INTERPRETED else FLOATS)
     q, k, v = (quarters(random, (heads, seq, 16), dtype) / 2 for _ in range(3))

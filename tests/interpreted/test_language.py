@@ -1,10 +1,10 @@
 """tlsim's language compared with Triton's, operation by operation: values and dtypes.
 
-Triton's interpreter stores bfloat16 as bits and computes with the bits. So its sums, products and
-comparisons of two bfloat16 blocks are wrong, and these tests draw them on a GPU only. From float32
-to bfloat16 the interpreter truncates where a GPU rounds; from integers to bfloat16 it is wrong. A
-float argument stays a number in the interpreter, but is a float32 tensor in a compiled kernel. So
-the kernels here first assign such an argument to a name, which makes it a tensor in both.
+Triton's interpreter holds bfloat16 as its bits and computes with those, so that sums, products and
+comparisons of two bfloat16 blocks are wrong in it: they are drawn on a GPU only. Its float32 to
+bfloat16 cuts where a GPU rounds, and its integer to bfloat16 is wrong. It also leaves a float
+argument a number, where a compiled kernel has a float32 tensor: the kernels here give it a name
+first, which makes it one everywhere.
 """
 
 import pytest
@@ -204,7 +204,7 @@ product = module(DOT).product
 
 @drawn(examples=8)
 def test_dot(random):
-    """bfloat16 on a GPU only: the interpreter multiplies the bits."""
+    """bfloat16 is multiplied on a GPU only: the interpreter multiplies its bits."""
     m, n, k = (random.choice([16, 32]) for _ in "mnk")
     dtype = random.choice(RIGHT)
     a, b = quarters(random, (m, k), dtype), quarters(random, (k, n), dtype)

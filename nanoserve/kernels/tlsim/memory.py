@@ -116,13 +116,13 @@ def _check(kind: str, pointer: Value, live: torch.Tensor | None) -> None:
         _refuse(clash, pointer, "stores where another program has stored,")
 
 
-def _refuse(wrong: torch.Tensor, pointer: Value, deed: str) -> None:
+def _refuse(wrong: torch.Tensor, pointer: Value, action: str) -> None:
     """Raise KernelError for the first lane where `wrong` is true."""
     if wrong.any():
         offsets, wrong = _everywhere(pointer, wrong)
         first = tuple(int(i) for i in wrong.nonzero()[0])
         buffer, program = pointer.buffer, int(current().programs[first[:3]])
-        what = f"{deed} {buffer.name}[{int(offsets[first])}] of {len(buffer.flat)} elements"
+        what = f"{action} {buffer.name}[{int(offsets[first])}] of {len(buffer.flat)} elements"
         raise fault(what, program, first[3:])
 
 
