@@ -1558,12 +1558,12 @@ for tile in (4, 16, 64):
     runs = {
         "serial": lambda tile=tile: timed("serial", tile),
         "lockstep": lambda tile=tile: timed("lockstep", tile),
-        "lockstep, no checks": lambda tile=tile: timed("lockstep", tile, checks=False),
+        "without checks": lambda tile=tile: timed("lockstep", tile, checks=False),
         "pool[slot_mapping]": lambda: long_pool[scattered],
     }
     seconds = median_times(runs, rounds=3)
-    words = ", ".join(f"{name} {taken * 1e3:.2f} ms" for name, taken in seconds.items())
-    print(wrapped(f"tiles of {tile:2}: {words}"))
+    words = ", ".join(f"{name} {taken * 1e3:.2f}" for name, taken in seconds.items())
+    print(f"tiles of {tile:2}, in ms: {words}")
     assert tile > 4 or seconds["serial"] > 3 * seconds["lockstep"]
 
 # %% [markdown]
