@@ -71,7 +71,7 @@ class Answer:
     holder: str = ""  # the class that a method is put into
 
     def built(self, source: str) -> Callable:
-        """The object that this source defines; a method is put into a class named like its holder."""
+        """The object that this source defines. A method gets a class named like its holder."""
         name = self.name
         if self.holder:
             name, source = self.holder, _in_class(self.holder, source)
