@@ -1,4 +1,4 @@
-"""The command line: what it prints, one line for each mistake, and a quiet way out."""
+"""The command line: its output, one line for each mistake, and a quiet exit."""
 
 import os
 import re
@@ -33,7 +33,7 @@ def tiny(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def endless(tmp_path_factory) -> str:
-    """One that talks for minutes."""
+    """A model that generates text for minutes."""
     folder = tmp_path_factory.mktemp("endless")
     return str(write_checkpoint(folder, eos=None, max_position_embeddings=100_000))
 
@@ -48,7 +48,7 @@ def run(monkeypatch, capfd) -> Callable[..., tuple[int, str, str]]:
         try:
             main()
         except SystemExit as end:
-            code = end.code or 0  # None is how a process says that all went well
+            code = end.code or 0  # None means success
         return (code, *capfd.readouterr())
 
     return command
@@ -274,7 +274,7 @@ class Process:
             stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            # as in a terminal, whatever this process was started by
+            # as in a terminal, whatever process started this one
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         self._watchdog = threading.Timer(60, self.process.kill)
@@ -290,7 +290,7 @@ class Process:
         self.process.communicate()
 
     def read_until(self, pattern: bytes) -> None:
-        """Read until `pattern` has come after what was waited for before."""
+        """Read until `pattern` appears after the last match."""
         new = b""
         while not re.search(pattern, new, re.DOTALL):
             piece = os.read(self.process.stdout.fileno(), 1 << 16)
@@ -316,7 +316,7 @@ FOREVER = ("--max-tokens", "100000")
 def test_text_streams_and_ctrl_c_leaves_with_130_and_no_traceback(endless):
     with Process("generate", "he", "--model", endless, *FOREVER) as process:
         process.read_until(b"he.+")
-        assert len(process.seen) < 2000  # and not a buffer of 8 KiB at a time
+        assert len(process.seen) < 2000  # not in buffers of 8 KiB
         process.interrupt()
         code, out, err = process.end()
     assert (code, err.strip()) == (130, "")
@@ -441,7 +441,7 @@ def test_colour_is_for_terminals_that_want_it(env, coloured, tiny):
     try:
         while piece := os.read(ours, 4096):
             seen += piece
-    except OSError:  # how a Linux pty ends
+    except OSError:  # the end of a Linux pty
         pass
     assert process.wait(60) == 0
     os.close(ours)

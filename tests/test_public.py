@@ -1,4 +1,4 @@
-"""The public face, what it needs to be there, and which way the imports point."""
+"""The public names, the packages that they need, and the order of the imports."""
 
 import ast
 import json
@@ -32,7 +32,7 @@ ORDER = (
 )
 # The same within nanoserve.kernels.
 KERNELS = ("tlsim", "reference", "paged_attention", "dispatch")
-# What a function may import, but no module: the engine runs where they are missing.
+# Imports for functions only, not for modules: the engine runs where these packages are missing.
 ELSEWHERE = {
     "triton": {"kernels"},
     "gguf": {"gguf_file", "weights"},
@@ -118,7 +118,7 @@ def test_imports_point_one_way(module):
                 same = target == module and module in file.relative_to(PACKAGE).parts[:-1]
                 earlier = ORDER.index(target) < ORDER.index(module)
                 assert same or earlier, f"{file.name} imports {name}"
-            else:  # names of the package itself: only for what stands above all modules
+            else:  # names of the package itself: only for modules above all others
                 assert module == "cli" and target in nanoserve.__all__, f"{file.name}: {name}"
 
 

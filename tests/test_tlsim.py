@@ -1,5 +1,5 @@
-"""tlsim: Triton's language and its rules, in torch. No Triton is needed here; tests/interpreted
-holds the two against each other."""
+"""tlsim: Triton's language and its rules, in torch. These tests need no Triton; tests/interpreted
+compares the two."""
 
 import inspect
 import types
@@ -20,7 +20,7 @@ def call(f: tl.constexpr, results: tl.constexpr):
 
 
 def of(f, grid=(1,)) -> Value:
-    """What f, written in tl, gives in a kernel."""
+    """The result of f, written in tl, in a kernel."""
     results = []
     call[grid](f, results)
     return results[0]
@@ -37,7 +37,7 @@ def block(*numbers, dtype=torch.int32) -> Value:
 
 
 def line_of(kernel, text: str) -> int:
-    """The line of this file where a kernel says `text`."""
+    """The line of this file with `text`, in a kernel."""
     lines, first = inspect.getsourcelines(kernel.fn)
     return first + next(i for i, line in enumerate(lines) if text in line)
 
@@ -528,7 +528,7 @@ def test_a_trace_counts_what_is_read_twice_once_where_asked_what_is_needed():
 
 @tlsim.jit
 def sums(x_ptr, lengths_ptr, out_ptr, turns_ptr, stride, BLOCK: tl.constexpr):
-    """The sum of each program's row, which has a length of its own."""
+    """The sum of each program's row; each row has its own length."""
     row = tl.program_id(0)
     n = tl.load(lengths_ptr + row)
     total = tl.zeros((BLOCK,), tl.float32)

@@ -206,14 +206,14 @@ def test_a_separate_head_that_the_file_holds_is_the_head(folder):
 
 
 def test_a_separate_head_that_the_file_lacks_is_refused(folder):
-    """transformers would draw a random one."""
+    """transformers would initialise a random head."""
     rewrite(folder, lambda tensors: tensors.pop("lm_head.weight"))
     with pytest.raises(ValueError, match=r"lm_head.weight is missing, and tie_word_embeddings"):
         load(folder)
 
 
 def test_a_tied_head_that_the_file_holds_with_other_values_is_refused(folder):
-    """transformers would not tie it, against the config's word."""
+    """transformers would not tie it, although the config says that it is tied."""
     edit_json(folder / "config.json", tie_word_embeddings=True)
     with pytest.raises(ValueError, match=r"lm_head.weight differs .* tie_word_embeddings is true"):
         load(folder)

@@ -459,12 +459,15 @@ pprint(config)
 
 
 # %%
+from nanoserve.course.show import wrapped
+
+
 def told(call):
-    """Print what a call refuses."""
+    """Print the error of a call."""
     try:
         call()
     except ValueError as error:
-        print(f"{type(error).__name__}: {error}")
+        print(wrapped(f"{type(error).__name__}: {error}"))
 
 
 print(load_config(folder) == config)

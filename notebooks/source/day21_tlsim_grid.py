@@ -149,9 +149,8 @@ def offsets_and_mask(program: int, tile: int, n: int):
 # fault is all that differs. First the masks:
 
 # %%
-from textwrap import fill
-
 from nanoserve.course.exercises.day21 import planted
+from nanoserve.course.show import wrapped
 
 
 def attempt(kernel, *arguments, grid=(3,), **constants):
@@ -160,7 +159,7 @@ def attempt(kernel, *arguments, grid=(3,), **constants):
         tlsim.jit(kernel)[grid](*arguments, **constants)
         print("no fault")
     except tlsim.KernelError as error:
-        print(*(fill(line, 100) for line in str(error).split("\n")), sep="\n")
+        print(wrapped(str(error)))
 
 
 attempt(planted(double, (", mask=inside", "")), x, out, 10, BLOCK=4)
@@ -391,7 +390,7 @@ memory = KVPool(model.config, num_blocks=12, poison=True)
 mine, neighbour = PagedKVCache(memory), []
 with torch.no_grad():
     for start in range(0, len(ids), 7):
-        neighbour.append(memory.allocator.allocate())  # somebody else takes blocks in between
+        neighbour.append(memory.allocator.allocate())  # another sequence takes blocks in between
         model(torch.tensor([ids[start : start + 7]]), mine)
 
 # %%
@@ -428,8 +427,7 @@ def examine(kernel):
     try:
         got = gather(tlsim.jit(kernel), pool, slot_mapping, 4)
     except tlsim.KernelError as error:
-        first, *rest = f"sanitizer: {error}".split("\n")
-        return "\n    ".join([fill(first, 100, subsequent_indent=4 * " "), *rest])
+        return wrapped(f"sanitizer: {error}").replace("\n", "\n    ")
     wrong = (got != pool[slot_mapping]).any(-1).nonzero().tolist()
     return "comparison: differs first at position {}, head {}".format(*wrong[0]) if wrong else ""
 
@@ -1495,7 +1493,7 @@ fig, (left, right) = figure(
     panels=2, height=4.2, xlabel="lanes side by side in a row", title="The same 16 KiB, by tiles"
 )
 left.set(ylabel="stretches of memory")
-right.set(ylabel="KiB that a card fetches")
+right.set(ylabel="KiB that a GPU fetches")
 backwards = range(len(widths) - 1, -1, -1)
 for ax, column in ((left, 0), (right, 1)):
     line(
@@ -1569,7 +1567,7 @@ for tile in (4, 16, 64):
     }
     seconds = median_times(runs, rounds=3)
     words = ", ".join(f"{name} {taken * 1e3:.2f} ms" for name, taken in seconds.items())
-    print(f"tiles of {tile:2}: {words}")
+    print(wrapped(f"tiles of {tile:2}: {words}"))
     assert tile > 4 or seconds["serial"] > 3 * seconds["lockstep"]
 
 # %% [markdown]

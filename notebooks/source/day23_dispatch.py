@@ -559,10 +559,10 @@ for name in ("cuda", "triton"):
 
 
 # %%
-def on_a(card, capability, installed=True):
-    """What select_backend answers on a card that is not there, and the warnings it gives."""
+def on_a(gpu, capability, installed=True):
+    """The result of select_backend for a simulated GPU, and its warnings."""
     with (
-        patch("torch.cuda.get_device_name", lambda _: card),
+        patch("torch.cuda.get_device_name", lambda _: gpu),
         patch("torch.cuda.get_device_capability", lambda _: capability),
         patch("__main__.has_triton", lambda: installed),
         patch("__main__.paged_attention_kernel", object()),  # as without TRITON_INTERPRET=1
@@ -574,8 +574,8 @@ def on_a(card, capability, installed=True):
         return answers.pop(), [str(warning.message) for warning in told]
 
 
-for card, capability in (("B200", (10, 0)), ("H200", (9, 0)), ("T4", (7, 5)), ("V100", (7, 0))):
-    print(card, *on_a(card, capability))
+for gpu, capability in (("B200", (10, 0)), ("H200", (9, 0)), ("T4", (7, 5)), ("V100", (7, 0))):
+    print(gpu, *on_a(gpu, capability))
 print("H200", *on_a("H200", (9, 0), installed=False))
 
 # %% [markdown]

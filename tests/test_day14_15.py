@@ -1,4 +1,4 @@
-"""Days 14 and 15: the recorded lengths follow their recipe, and the explorer tells the truth."""
+"""Days 14 and 15: the recorded lengths equal their recipe's, and the explorer shows the pool."""
 
 import math
 import random
