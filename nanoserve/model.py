@@ -24,10 +24,12 @@ class Model:
 
     @property
     def device(self) -> torch.device:
+        """The device of the weights."""
         return self.weights["lm_head.weight"].device
 
     @property
     def dtype(self) -> torch.dtype:
+        """The dtype of the weights and activations."""
         return self.weights["lm_head.weight"].dtype
 
     def __call__(self, ids: torch.Tensor, cache: Cache | None = None) -> torch.Tensor:

@@ -72,7 +72,7 @@ def test_rope_over_a_part_of_each_head_is_refused(tmp_path):
     model = random_model()
     assert load_config(write_gguf(model, tmp_path / "all.gguf", rope_dimension_count=8))
     path = write_gguf(model, tmp_path / "part.gguf", rope_dimension_count=4)
-    with pytest.raises(BadGGUF, match="RoPE of 4 of 8 channels"):
+    with pytest.raises(BadGGUF, match="RoPE on 4 of 8 channels"):
         load_config(path)
 
 

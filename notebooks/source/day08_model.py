@@ -137,10 +137,12 @@ class Model:
 
     @property
     def device(self) -> torch.device:
+        """The device of the weights."""
         return self.weights["lm_head.weight"].device
 
     @property
     def dtype(self) -> torch.dtype:
+        """The dtype of the weights and activations."""
         return self.weights["lm_head.weight"].dtype
 
     def _rope(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -97,7 +97,10 @@ def _access(
 
 
 def _check(kind: str, pointer: Value, live: torch.Tensor | None) -> None:
-    """Refuse offsets outside the buffer, and stores of two programs to one address."""
+    """Refuse offsets outside the buffer, and stores of two programs to one address.
+
+    `live` [x, y, z, *shape] is true in lanes that take part; None: all lanes.
+    """
     flat, wave = pointer.buffer.flat, current()
     outside = (pointer.lanes < 0) | (pointer.lanes >= len(flat))
     _refuse(outside if live is None else outside & live, pointer, f"{kind}s outside")
@@ -174,6 +177,7 @@ class Trace:
         return len(torch.cat(touched).unique()) * chosen[0].itemsize if chosen else 0
 
     def record(self, kind: str, pointer: Value, live: torch.Tensor | None) -> None:
+        """Append one access of the running wave; `live` is as for _check."""
         buffer, coalesced = pointer.buffer, pointer.ramp or not pointer.shape
         at = (kernel_line()[1], buffer.flat.itemsize, current().programs.flatten())
         lanes = (x.flatten(0, 2) for x in _everywhere(pointer, live))
