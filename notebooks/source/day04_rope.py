@@ -281,7 +281,7 @@ def plain_frequencies(config: ModelConfig) -> torch.Tensor:
 # ## Longer texts than in training (optional)
 #
 # **You may skip this section, with its exercise:** SmolLM2 does not use it, and the days to come do
-# not need it. (Run its cells all the same; the day counts as done without it.)
+# not need it. (Run its cells all the same. The day counts as done without the exercise.)
 #
 # A model trained on 8,192 tokens has seen the fast pairs in every position of their circle, many
 # times. It has never seen the slow pairs complete a turn. On a text of 100,000 tokens the slow

@@ -255,7 +255,7 @@ for name, mlp in {"right": swiglu, "swapped": swapped, "gelu": geglu}.items():
             print(f"         {prompt + answer.text!r}")
 
 # %% [markdown]
-# With gate and up swapped the model writes nonsense (try it, if you like), and you notice at once.
+# With gate and up swapped the model wrote nonsense when we tried it, and you would notice.
 # With GELU it still says Paris, in good English, and gives a wrong temperature for boiling water.
 # The comparison with the oracle finds both mistakes in every layer.
 #
