@@ -207,7 +207,8 @@ for wish in [{"top_p": 1.5}, {"temperature": -1}, {"top_k": 2.0}, {"min_p": floa
 # Below 1 the differences grow, and the best token gets more of the probability. Above 1 they shrink. 0
 # means greedy, which the engine handles elsewhere, so `temperature` is above 0 here.
 #
-# `logits` are `[..., vocab]`, float32: one row, or several. Return logits of the same shape and dtype.
+# `logits` are `[..., vocab]`, float32: one row, or several. Return logits of the same shape and dtype,
+# and leave the caller's unchanged.
 # `temperature` may be tiny, down to 1e-37. The probabilities must be right there too, and they must
 # still depend on the temperature.
 #
@@ -242,8 +243,8 @@ def apply_temperature(logits: torch.Tensor, temperature: float) -> torch.Tensor:
 
 # %% [markdown]
 # Softmax depends on differences only. So moving the largest logit to 0 changes no probability, and after
-# that a quotient can only become -inf, which is a probability of 0. The package divides in float64,
-# because float32 has no number near 1e-50 and a caller can set that too.
+# that a quotient can only become -inf, which is a probability of 0. A caller may also set a
+# temperature of 1e-50. float32 has no number near that, so the package divides in float64.
 
 # %%
 print("temperature", *(f"{text!r:>27}" for text in prompts))
@@ -257,8 +258,9 @@ for temperature in (0.5, 0.7, 1.0, 1.5):
 #
 # ## Your turn: top-k
 #
-# A **mask** returns the logits with -inf for each removed token. The others stay as they are; softmax
-# then shares the probability among them. Top-k is the simplest mask: keep the $k$ largest logits.
+# A **mask** returns new logits, with -inf for each removed token and the same logit for each other
+# token. Softmax then shares the probability among the tokens that stay. The caller's logits stay
+# unchanged. Top-k is the simplest mask: keep the $k$ largest logits.
 #
 # 1. Logits that tie with the k-th best stay too.
 # 2. `top_k=0` means off. A `top_k` larger than the vocabulary keeps all.
@@ -347,7 +349,7 @@ def mask_top_p(logits: torch.Tensor, top_p: float) -> torch.Tensor:
 # %% [markdown]
 # The package adds up from the smallest, as `transformers` does, and removes tokens while their sum is
 # `1 - top_p` or less. That is the same rule from the other end. And when the small numbers are added
-# first, rounding loses less of them: at `top_p = 1` nothing goes that has a probability.
+# first, rounding loses less of them. At `top_p = 1` every token with a probability above 0 stays.
 #
 # ## Your turn: min-p
 #
@@ -419,7 +421,7 @@ for wish in wishes:
     print(f"{name:33}", *(f"{survivors(text, **wish):27,}" for text in prompts))
 
 # %% [markdown]
-# Top-p and min-p follow the distribution, and top-k does not. Now one row more. At temperature 1.5 the
+# Top-p and min-p follow the distribution, and top-k does not. Now one more row. At temperature 1.5 the
 # improbable tokens hold so much together that it takes thousands of tokens to reach 90%:
 
 # %%
@@ -445,7 +447,7 @@ today.widget("sampling", logits=after, tokens=labels)
 # of probability 0 never.
 #
 # A **seed** makes draws repeatable. It starts a random generator, which belongs to one sequence. Make
-# the generator once: a new one at each step would give the same number each time.
+# the generator once: a new generator at each step would give the same number each time.
 
 
 # %% jupyter={"source_hidden": true}
