@@ -442,7 +442,7 @@ if guess := today.guess("paris"):
 fig
 
 # %% [markdown]
-# Read it from left to right. In the first 18 blocks the answer's rank is worse than 1,000. After that it
+# Read the plot from left to right. In the first 18 blocks the answer's rank is worse than 1,000. After that it
 # climbs, and it reaches first place in one of the last three blocks. No single block produces the
 # answer: many blocks move the stream towards the answer.
 #

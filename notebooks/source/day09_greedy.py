@@ -315,7 +315,7 @@ plots.prediction_marker(ax, closest + 1, today.guess("lead"), where="left")
 fig
 
 # %% [markdown]
-# Read it from below. The dashed line is our rounding error: the largest distance between our logits
+# Read the plot from below. The dashed line is our rounding error: the largest distance between our logits
 # and the oracle's. Every lead is above it, so no choice changes. But the leads are very unequal: half
 # of them are above 1, and one is three thousandths, between two logits of about 24. Which two tokens
 # are these?
@@ -359,8 +359,8 @@ assert 5 < ties < 25
 # This rounds only the logits; a model that runs in bfloat16 rounds at every step. So this course
 # promises equal tokens in float32, and not in bfloat16.
 #
-# The limits of this plot: it shows ten prompts. Some other text has a lead of 0.00001, and there two
-# correct engines can differ.
+# The limits of this plot and of this count: ten prompts. Another text can have a lead of 0.00001, and
+# there two correct engines can differ.
 #
 # ## Your answer is the engine
 #

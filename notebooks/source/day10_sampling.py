@@ -432,7 +432,7 @@ assert min(hot) > 1_000
 # %% [markdown]
 # That is thousands of tokens after "Once upon a time" too. Min-p solves this: its bar depends on the best
 # token only, so a long tail of improbable tokens does not lower it. Try the settings below. The
-# outlined bars are the model's probabilities, the filled bars those that the draw uses.
+# outlined bars are the model's probabilities. The filled bars are the probabilities of the draw.
 
 # %% tags=["nbval-ignore-output"]
 after = logits["Once upon a time,"]
@@ -444,7 +444,7 @@ today.widget("sampling", logits=after, tokens=labels)
 #
 # Take one uniform random number between 0 and 1, and the running sum of the probabilities. The first
 # token whose sum exceeds the number is drawn. So each token is drawn with its probability, and a token
-# of probability 0 never.
+# of probability 0 is never drawn.
 #
 # A **seed** makes draws repeatable. It starts a random generator, which belongs to one sequence. Make
 # the generator once: a new generator at each step would give the same number each time.
@@ -656,8 +656,8 @@ assert draws(one) == draws(one) != draws(two)
 # %% [markdown]
 # And are the draws fair? Draw 10,000 times from six tokens. The counts never fit the probabilities
 # exactly; **chi-square** measures how far they are apart. One of the six has probability 0, so there
-# are five counts, which add up to 10,000: four of them are free. Then a fair sampler exceeds 18.47 in
-# one of a thousand tries.
+# are five counts. They add up to 10,000, so four of them are free. With four free counts, a fair
+# sampler exceeds 18.47 in one of a thousand tries.
 
 # %%
 small = torch.tensor([1.0, -0.5, 0.25, -torch.inf, 2.0, 0.0])

@@ -334,8 +334,8 @@ def gqa_attention(
 #
 # ## Prove it: one layer
 #
-# Send 13 tokens through layer 0 at once. Then send 5, then one, then a chunk of 4, then three single
-# ones through the same layer with a cache. The cache has one layer, so each call is a whole step.
+# Send 13 tokens through layer 0 at once. Then send the same tokens through the same layer with a cache,
+# in six steps of 5, 1, 4, 1, 1 and 1 tokens. The cache has one layer, so each call is a whole step.
 
 # %%
 from dataclasses import replace

@@ -176,11 +176,12 @@ print(repr(shown))
 # Write a small class between the tokens and the reader:
 #
 # 1. `add(piece)` takes new text and returns the text that can be shown now.
-# 2. It holds back the **longest** end of the text that begins some stop string, and nothing more.
+# 2. It holds back the **longest** end of the text that is the beginning of a stop string, and nothing
+#    more.
 # 3. When a stop string is complete, `found` becomes True in that call. The call returns the text before
 #    the stop string; later calls return an empty string.
 # 4. Of several stop strings, the one that is **complete first** counts; of two that end together, the
-#    longer. This is the result letter by letter, so it does not depend on the cuts between pieces.
+#    longer. So the result is the same as letter by letter, wherever the cuts between pieces are.
 # 5. `finish()` returns the text that was held and never became a stop string. It is called last.
 # 6. A stop string is plain text: every character stands for itself.
 #
@@ -589,9 +590,9 @@ fig
 # prompt. The distance between two dots is a step of decode. If the dots of both rows are about equally
 # far apart in your run, 240 more cached tokens cost little in each step.
 #
-# The limits of this plot: held text would make some dots later. And there is only one reader. With one
-# prompt after another, a second reader waits until the first answer is complete. A later phase is about
-# that.
+# The limits of this plot: text that is held back reaches the reader later than its dot. And there is
+# only one reader. With one prompt after another, a second reader waits until the first answer is
+# complete. A later phase is about that.
 #
 # ## Your answer is the engine
 #

@@ -63,7 +63,7 @@ today.glossary(
 # the time of each token of a run. `read_bandwidth` measures the peak bandwidth: how many bytes of
 # memory the machine can read in a second.
 #
-# Their clock is an argument. That is needed to *test* a benchmark.
+# Their clock is an argument, so that a *test* of the benchmark can pass a clock of its own.
 
 # %%
 import time
@@ -724,7 +724,8 @@ print(f"as sdpa does it, in float32: {took['float32'] * 1e6:.0f} µs")
 # ### One product for three
 #
 # A decode step reads every weight once, and joining weights saves no bytes. But each product also takes
-# time to start, and k and v have only 192 rows each, beside q's 576. All three multiply the same `x`.
+# time to start, and two of the products are small: k and v have 192 rows each, and q has 576. All
+# three multiply the same `x`.
 # So join their rows into one matrix, once, when a model is loaded, and multiply once in each step.
 #
 # A layer's dictionary gets one more name, `self_attn.qkv_proj.weight`, and the three old names become
