@@ -24,11 +24,22 @@ class Spy:
         return k, v
 
     def paged_attention(self, layer, k, v, q, n_rep, scale=None):
+        if not isinstance(q, torch.Tensor):
+            raise TypeError(f"the order is (layer, k, v, q, n_rep), and q is {q!r}")
         scale = q.shape[-1] ** -0.5 if scale is None else scale  # the default, by name or by value
         self.calls.append(
             {"paged_attention": layer, "k": k, "v": v, "q": q, "n_rep": n_rep, "scale": scale}
         )
         return torch.arange(q.numel(), dtype=q.dtype).view(q.shape) / 100
+
+
+class AppendOnly:
+    """A cache of a class that the engine does not have. It has append and no paged_attention."""
+
+    seq_len = 0
+
+    def append(self, layer, k, v):
+        return k, v
 
 
 def _input(seq: int = SEQ) -> tuple:
@@ -68,6 +79,10 @@ def _in_steps(answer, cache, steps: list[int]) -> list:
             for index in range(CONFIG.num_layers)
         ]
     return [*outs, cache.seq_len]
+
+
+def _append_only(answer) -> torch.Tensor:
+    return answer(*_input(), CONFIG, AppendOnly(), 1)
 
 
 def _naive(answer, steps: list[int]) -> list:
@@ -115,6 +130,7 @@ def _cases() -> list[Case]:
         case("no cache", "none", _none),
         case("no cache, in a model with q_norm and k_norm", "norms", _qwen3),
         case("a contiguous cache: 5 tokens, then 1, then 1", "naive", _naive, [5, 1, 1]),
+        case("a cache of another class, with append alone", "ask", _append_only),
         case("a spy: the calls that layer 2 makes", "ask", _calls, 2),
         case("a spy: the layer, if index is left out", "hand", _index_left_out),
         case("a spy: the arguments of layer 1", "hand", _handed_over),
@@ -125,7 +141,7 @@ def _cases() -> list[Case]:
 
 
 def _right(x, layer, cos, sin, config, cache=None, index=0, *, attend) -> torch.Tensor:
-    """Everything but the three ways to attend."""
+    """The given code, with `attend` for the part to write."""
     q = _heads(_linear(x, layer, "self_attn.q_proj"), config.n_q)
     k = _heads(_linear(x, layer, "self_attn.k_proj"), config.n_kv)
     v = _heads(_linear(x, layer, "self_attn.v_proj"), config.n_kv)
@@ -137,14 +153,14 @@ def _right(x, layer, cos, sin, config, cache=None, index=0, *, attend) -> torch.
     return _linear(out.transpose(1, 2).flatten(2), layer, "self_attn.o_proj")
 
 
-def _wrong(why: str):
-    """`@_wrong(why)` over a way to attend: the whole function with that in its middle."""
+def _wrong(why: str, hints: str | None = None):
+    """`@_wrong(why)` over the part to write: makes the whole function from that part."""
 
     def build(attend):
         def answer(x, layer, cos, sin, config, cache=None, index=0):
             return _right(x, layer, cos, sin, config, cache, index, attend=attend)
 
-        return wrong(why)(answer)
+        return wrong(why, hints)(answer)
 
     return build
 
@@ -177,6 +193,27 @@ def _by_class(q, k, v, config, cache, index):
 
 
 @_wrong(
+    "It tests the class: every cache but NaiveKVCache is expected to have a paged_attention. A "
+    "cache of any class can lack it, and then needs append: use hasattr."
+)
+def _by_naive_class(q, k, v, config, cache, index):
+    if cache is None or isinstance(cache, NaiveKVCache):
+        return _other(q, k, v, cache, index)
+    return cache.paged_attention(index, k, v, q, config.n_rep)
+
+
+@_wrong(
+    "append is called after paged_attention, and its result replaces the output. Both write, so "
+    "the step is written twice. Call one or the other: use elif and else.",
+    hints="ask",
+)
+def _appends_after(q, k, v, config, cache, index):
+    if _asked(cache):
+        cache.paged_attention(index, k, v, q, config.n_rep)
+    return _other(q, k, v, cache, index)
+
+
+@_wrong(
     "append is called before paged_attention, which writes too: the step is written twice, and in "
     "the last layer the length moves twice. Call one or the other."
 )
@@ -203,7 +240,10 @@ def _none_forgotten(q, k, v, config, cache, index):
     return sdpa(q, *cache.append(index, k, v))
 
 
-@_wrong("Every layer passes layer 0. Pass `index`: each layer has its own keys and values.")
+@_wrong(
+    "Every layer passes layer 0. Pass `index`: each layer has its own keys and values.",
+    hints="hand",
+)
 def _layer_zero(q, k, v, config, cache, index):
     if _asked(cache):
         return cache.paged_attention(0, k, v, q, config.n_rep)
@@ -235,11 +275,22 @@ def _swapped(q, k, v, config, cache, index):
 
 
 @_wrong(
-    "q comes first here. The order is layer, k, v, q, n_rep: the new keys and values come first."
+    "q comes first here. The order is layer, k, v, q, n_rep: the new keys and values come first.",
+    hints="hand",
 )
 def _q_first(q, k, v, config, cache, index):
     if _asked(cache):
         return cache.paged_attention(index, q, k, v, config.n_rep)
+    return _other(q, k, v, cache, index)
+
+
+@_wrong(
+    "The layer is the first argument, not the fourth. The order is layer, k, v, q, n_rep.",
+    hints="hand",
+)
+def _layer_late(q, k, v, config, cache, index):
+    if _asked(cache):
+        return cache.paged_attention(q, k, v, index, config.n_rep)
     return _other(q, k, v, cache, index)
 
 
@@ -312,8 +363,9 @@ GQA_ATTENTION = Exercise(
     },
     target="nanoserve.layers:gqa_attention",
     wrong=(
-        _never_asks, _by_class, _writes_twice, _asks_everybody, _none_forgotten, _layer_zero, _n_q,
-        _n_kv, _swapped, _q_first, _scaled_before, _thrown_away, _attends_again,
+        _never_asks, _by_class, _by_naive_class, _writes_twice, _appends_after, _asks_everybody,
+        _none_forgotten, _layer_zero, _n_q, _n_kv, _swapped, _q_first, _layer_late, _scaled_before,
+        _thrown_away, _attends_again,
     ),
 )  # fmt: skip
 
