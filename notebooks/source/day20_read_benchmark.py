@@ -370,7 +370,7 @@ fig
 # Read two facts from the plot all the same:
 #
 # - **With few tokens, few bytes have to be read.** At 16 tokens, the useful bytes explain less than half of
-#   the time, as the cell above asserts. The rest is mostly PyTorch's overhead for a dozen small operations. A
+#   the time, as the cell above asserts. The rest is arithmetic, and PyTorch's overhead for a dozen small operations. A
 #   kernel is *one* operation.
 # - **With many tokens, the time grows.** The black line shows how long the useful bytes take at peak
 #   bandwidth. The distance between this line and the others is the most that a kernel can win.

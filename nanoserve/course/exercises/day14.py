@@ -46,8 +46,8 @@ def _taken_for(answer: type, size: int, *lengths: int) -> dict:
     return {"blocks": dict(zip(lengths, counts, strict=True)), "free": free}
 
 
-def _ask(answer: type, tokens: int) -> dict:
-    """Ask for `tokens` in a pool of 5 blocks of 16 slots, of which 2 are taken.
+def _given(answer: type, tokens: int) -> dict:
+    """Take blocks for `tokens` tokens, in a pool of 5 blocks of 16 slots, of which 2 are taken.
 
     The order of the blocks is not compared: the text does not fix it.
     """
@@ -86,8 +86,8 @@ def _free_these(answer: type, *ids: int) -> dict:
     """Give these ids back to a pool of 5 of which blocks 0, 1 and 2 are taken."""
     pool = answer(5, 16)
     pool.allocate_for(48)
-    told = [_tried(pool.free, block) for block in ids]
-    return {"told": told, "free": pool.num_free, "still handed out": _rest(pool)}
+    results = [_tried(pool.free, block) for block in ids]
+    return {"results": results, "free": pool.num_free, "still handed out": _rest(pool)}
 
 
 def _soak(answer: type) -> str:
@@ -117,8 +117,8 @@ def _cases() -> list[Case]:
         case("blocks of 16: 1, 15, 16, 17, 33 tokens", "round", _taken_for, 16, 1, 15, 16, 17, 33),
         case("blocks of 5: 4, 5, 6, 16 tokens", "round", _taken_for, 5, 4, 5, 6, 16),
         case("0 tokens, and -1", "zero", _taken_for, 16, 0, -1),
-        case("3 of 5 blocks free: 48 tokens", "all", _ask, 48),
-        case("3 of 5 blocks free: 49 tokens", "all", _ask, 49),
+        case("3 of 5 blocks free: 48 tokens", "all", _given, 48),
+        case("3 of 5 blocks free: 49 tokens", "all", _given, 49),
         case("none of 2 blocks free: 1 token, then 0", "all", _from_empty),
         case("take 3, give the second back, take one", "free", _give_back),
         case("take 3 and give all back, twice", "free", _free_all),

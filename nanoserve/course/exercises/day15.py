@@ -232,14 +232,14 @@ def _grown(answer: type, lengths: list[int], others: int = 0, size: int = 4) -> 
     pool = BlockAllocator(6, size)
     for _ in range(others):
         pool.allocate()
-    table, told = answer(pool), []
+    table, results = answer(pool), []
     for tokens in lengths:
         try:
             table.grow(tokens)
-            told.append("grown")
+            results.append("grown")
         except KVCacheExhausted:
-            told.append("refused")
-    return {"blocks": list(table.blocks), "free": pool.num_free, "told": told}
+            results.append("refused")
+    return {"blocks": list(table.blocks), "free": pool.num_free, "results": results}
 
 
 def _in_turns(answer: type) -> dict:

@@ -365,7 +365,7 @@ def _new_table(self):
     "A cache whose seq_len is 0 can own blocks: its first step took them and failed before the "
     "last layer. Release the table whatever the length is."
 )
-def _asks_the_length(self):
+def _tests_the_length(self):
     if self.seq_len == 0:
         return
     self.pool.release(self.table)
@@ -459,7 +459,7 @@ FREE = Exercise(
     },
     target="nanoserve.cache:PagedKVCache.free",
     wrong=(
-        _keeps_the_length, _keeps_the_mapping, _past_the_pool, _new_table, _asks_the_length,
+        _keeps_the_length, _keeps_the_mapping, _past_the_pool, _new_table, _tests_the_length,
         _last_block, _only_forgets, _once_only, _double_free, _new_allocator, _wipes_all,
     ),
 )  # fmt: skip
