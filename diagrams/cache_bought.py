@@ -1,4 +1,4 @@
-"""Day 13: the same eight tokens with and without a cache."""
+"""Day 13: the work for the same eight tokens, with and without a cache."""
 
 from shapes import (
     CONTIGUOUS_FILL,

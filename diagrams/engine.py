@@ -1,4 +1,4 @@
-"""The whole journey from text to text, and the days that build its parts."""
+"""All parts from the prompt to the generated text, and the days that build them."""
 
 from shapes import (
     CONTIGUOUS,

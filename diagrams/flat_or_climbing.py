@@ -17,7 +17,7 @@ from shapes import (
 )
 
 LENGTHS = [2**i for i in range(9)]  # 1 to 256 times the shortest
-LAWS = (  # name, what twice the length costs, exponent, time of the shortest, colour
+LAWS = (  # name, cost of twice the length, exponent, time of the shortest, colour
     ("flat", "twice the length: the same", 0.0, 40.0, MUTED),
     ("linear", "twice the length: 2 times", 1.0, 3.0, FOCUS),
     ("faster", "twice the length: 4 times", 2.0, 0.05, INK),

@@ -1,4 +1,4 @@
-"""Day 8: from ids to logits, with the shape at every arrow."""
+"""Day 8: from token ids to logits, with a shape at every arrow."""
 
 from shapes import (
     FOCUS,

@@ -1,4 +1,4 @@
-"""Day 18: the oracle of paged attention, and what is compared with it."""
+"""Day 18: the oracle of paged attention, and the implementations that are compared with it."""
 
 from shapes import (
     CONTIGUOUS,

@@ -1,4 +1,4 @@
-"""Day 19: three ways through attention, by what kind of cache there is."""
+"""Day 19: three code paths of attention, one for each kind of cache."""
 
 from shapes import (
     CONTIGUOUS,

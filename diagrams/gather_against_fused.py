@@ -1,4 +1,4 @@
-"""Day 20: the bytes that each of the two moves."""
+"""Day 20: the bytes that gather and fused move."""
 
 from shapes import (
     CONTIGUOUS,

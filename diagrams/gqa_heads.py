@@ -1,4 +1,4 @@
-"""Day 6: nine query heads read three KV heads, and no query sees what comes after it."""
+"""Day 6: nine query heads use three KV heads, and no query uses later tokens."""
 
 from shapes import (
     FOCUS,

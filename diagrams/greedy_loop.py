@@ -1,4 +1,4 @@
-"""Day 9: the loop that makes text, and the three ways out of it."""
+"""Day 9: the loop that generates text, and its three ends."""
 
 from shapes import (
     FOCUS,

@@ -1,4 +1,4 @@
-"""The five steps of a notebook, from a guess to an engine that runs the learner's own code."""
+"""The five steps of a notebook, from a guess to the engine with the learner's own code."""
 
 from shapes import (
     FAULT,

@@ -1,4 +1,4 @@
-"""Day 11: keys and values are kept, and the mask becomes a rectangle."""
+"""Day 11: keys and values are stored, and the mask becomes a rectangle."""
 
 from shapes import (
     CONTIGUOUS,

@@ -62,7 +62,7 @@ def _pool_x(number):
 
 
 def _token(ax, x, y, width, position, words):
-    """A place in either row: white where nothing is held, dark for the one that is looked up."""
+    """A place in one of the rows: white if it is empty, dark for the position that is looked up."""
     held = position is not None and position < TOKENS
     here = position == POSITION
     fill = FOCUS if here else FOCUS_FILL if held else WHITE

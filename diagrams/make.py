@@ -1,8 +1,8 @@
 """Draw the pictures: `python diagrams/make.py` for all, `python diagrams/make.py engine` for one.
 
-Each script here with a draw() gives <name>.svg for a page and <name>.png for a notebook, which
-shows it 840 pixels wide; the file has twice as many, for dense screens. Both carry the picture's
-alt text, from alt.toml, and are the same bytes on every run.
+Each script here with a draw() makes <name>.svg for a page and <name>.png for a notebook. A notebook
+shows the PNG 840 pixels wide; the file has twice as many pixels, for dense screens. Both files
+contain the alt text from alt.toml, and are the same bytes on every run.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ NOT_PICTURES = {"make", "shapes"}
 
 
 def names() -> list[str]:
-    """The pictures there are: one for each script, `how_a_day_works.py` being how-a-day-works."""
+    """The names of all pictures, one for each script: how-a-day-works for `how_a_day_works.py`."""
     scripts = {path.stem for path in HERE.glob("*.py")} - NOT_PICTURES
     return sorted(name.replace("_", "-") for name in scripts)
 
 
 def draw(name: str) -> Figure:
-    """The picture as its script draws it now. An unknown name is a ValueError."""
+    """Draw a picture from its script. Raises ValueError for an unknown name."""
     if name not in names():
         raise ValueError(f"no picture named {name!r}; there are {', '.join(names())}")
     with shapes.drawing():
@@ -42,7 +42,7 @@ def draw(name: str) -> Figure:
 
 
 def alt(name: str) -> str:
-    """What the picture shows, in words. A picture without words is a KeyError."""
+    """The alt text of a picture. Raises KeyError if there is none."""
     return tomllib.loads((HERE / "alt.toml").read_text(encoding="utf-8"))[name]
 
 

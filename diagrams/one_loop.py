@@ -1,4 +1,4 @@
-"""Day 12: one loop for generate, chat and stream, and text that waits for a stop string."""
+"""Day 12: one loop for generate, chat and stream, and text held back for a stop string."""
 
 from shapes import (
     FOCUS,

@@ -1,4 +1,4 @@
-"""Day 1: without a cache every new token pays for all the tokens before it."""
+"""Day 1: without a cache, each new token computes all tokens before it again."""
 
 from shapes import (
     FOCUS,

@@ -1,4 +1,4 @@
-"""Day 25: the line that moved: which backend attends, where, and the oracle of both."""
+"""Day 25: the changed line, the backends that it chooses from, and the oracle of both."""
 
 from nanoserve.course.plots import COLOURS
 from shapes import (

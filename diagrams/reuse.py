@@ -19,7 +19,7 @@ from shapes import (
 
 SIZE, CELL, GAP, LEFT = 4, 28, 8, 28
 ROWS = [
-    # what happens, {block: (owner, tokens)}, who is in focus, the free stack
+    # event, {block: (owner, tokens)}, highlighted owner, free stack
     ("1  A holds 9 tokens in three blocks, B holds 6 in two", {4: ("A", 4), 1: ("A", 4),
      3: ("A", 1), 0: ("B", 4), 2: ("B", 2)}, "A", []),
     ("2  A is done: its blocks go back, last first, and their slots are poisoned",

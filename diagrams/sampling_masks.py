@@ -1,4 +1,4 @@
-"""Day 10: one distribution, and what temperature, top-k, top-p and min-p make of it."""
+"""Day 10: one distribution after temperature, top-k, top-p and min-p."""
 
 from math import exp
 
@@ -58,7 +58,7 @@ def softmax(logits):
 
 
 def nucleus(values, mass):
-    """Kept: every token before which less than `mass` has been gathered; values descend."""
+    """Whether top-p keeps each value: the sum of the larger values is below `mass`."""
     return [sum(values[:i]) < mass for i in range(len(values))]
 
 

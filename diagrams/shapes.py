@@ -1,8 +1,8 @@
-"""The vocabulary of the pictures: every diagram is made of these shapes and of nothing else.
+"""The shapes of the pictures: every diagram consists of these shapes only.
 
 A picture is drawn in pixels on a canvas 840 wide, with (0, 0) in the top left corner and y growing
-downwards, so that a script reads like a list of where things stand. Colours come from
-nanoserve.course.plots and keep their meaning there.
+downwards, so that a script reads like a list of positions. Colours come from nanoserve.course.plots
+and have the same meaning.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MUTED = COLOURS["muted"]
 HAIR = "#C9CFD6"  # outlines of things that are only containers
 PANEL = "#F3F5F7"  # their fill
 WHITE = "#FFFFFF"
-FOCUS = "#8A3B72"  # reddish purple, darkened to be read as text: what this picture is about
+FOCUS = "#8A3B72"  # reddish purple, dark enough for text: the topic of this picture
 FOCUS_FILL = "#F3E1EC"
 ORACLE = COLOURS["oracle"]
 CONTIGUOUS = COLOURS["contiguous"]
@@ -39,7 +39,7 @@ FAULT = COLOURS["fault"]
 FAULT_FILL = "#F8DFD0"
 
 HEADLINE, BODY, SMALL = 17, 13, 11.5  # text sizes in pixels; nothing is smaller than SMALL
-SHAPE, TEXT = 2, 3  # shapes cover each other in the order of drawing; words stand above them all
+SHAPE, TEXT = 2, 3  # later shapes cover earlier ones; words are above all shapes
 
 # What makes a drawing the same file on every run.
 RC = {
@@ -153,7 +153,7 @@ def pill(ax: Axes, x: float, y: float, w: float, h: float, words: str = "", **st
 
 
 def oracle(ax: Axes, x: float, y: float, w: float, h: float, words: str = "", **style) -> None:
-    """The oracle, wherever it stands: grey and dashed."""
+    """The box of an oracle: grey and dashed."""
     box(ax, x, y, w, h, words, **{"edge": ORACLE, "dashed": True, "line": 1.6, **style})
 
 
@@ -265,7 +265,7 @@ def brace(
     colour: str = MUTED,
     below: bool = True,
 ) -> None:
-    """A bracket over the span x0 .. x1 with its words on the far side."""
+    """A bracket over the span x0 .. x1, with its words on the other side."""
     far = y + depth if below else y - depth
     rule(ax, (x0, y), (x0, far), (x1, far), (x1, y), colour=colour)
     if words:
@@ -283,12 +283,12 @@ def dot(
 
 
 def day(ax: Axes, x: float, y: float, words: str, *, colour: str = FOCUS) -> None:
-    """A tag that says on which day something is built, centred on (x, y)."""
+    """A tag with the day that builds something, centred on (x, y)."""
     w = 7.0 * len(words) + 12
     fill = FOCUS_FILL if colour == FOCUS else WHITE
     pill(ax, x - w / 2, y - 9, w, 18, words, edge=fill, fill=fill, size=SMALL, colour=colour)
 
 
 def drawing() -> mpl.RcParams:
-    """A context in which draw() and savefig() give the same picture everywhere."""
+    """A context in which draw() and savefig() make the same picture on every machine."""
     return mpl.rc_context({**mpl.rcParamsDefault, **RC, "backend": "agg"})

@@ -1,4 +1,4 @@
-"""Day 5: the MLP of a block, one half deciding how much of the other half passes."""
+"""Day 5: the MLP of a block: the SiLU of one half multiplies the other half."""
 
 from math import exp
 

@@ -1,4 +1,4 @@
-"""A terminal with a real session of `make demo`; its words are in terminal.txt."""
+"""A terminal with a real session of `make demo`, whose text is in terminal.txt."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Day 26: what is timed: the whole path from the cache's method to its result."""
+"""Day 26: the timed code, from the call of the cache's method to its result."""
 
 from shapes import (
     CONTIGUOUS,

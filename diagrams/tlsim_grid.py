@@ -29,7 +29,7 @@ LANE = 46  # of a lane, and of an element under it
 
 
 def lane_x(offset):
-    """Where a lane begins; the elements stand straight below their lanes."""
+    """The left edge of a lane; each element is directly below its lane."""
     program, lane = divmod(offset, BLOCK)
     return LEFT + program * STEP + (WIDTH - BLOCK * LANE) / 2 + lane * LANE
 

@@ -1,6 +1,6 @@
 """nanoserve: an LLM inference engine built day by day, and the course that builds it."""
 
-from nanoserve import threads  # noqa: F401  # first: sets what libgomp reads as torch loads it
+from nanoserve import threads  # noqa: F401  # must come before torch: libgomp reads the setting
 from nanoserve.generate import LLM, Completion
 from nanoserve.model import load_model
 from nanoserve.sampling import SamplingParams

@@ -1,4 +1,4 @@
-"""`python -m nanoserve` is the command `nanoserve`."""
+"""Runs the command `nanoserve` as `python -m nanoserve`."""
 
 from nanoserve.cli import main
 

@@ -77,11 +77,11 @@ class BlockAllocator:
         return len(self._free)
 
     def allocate(self) -> int:
-        """Take one block and return its id. Raises KVCacheExhausted when none is free."""
+        """Take one block and return its id. Raises KVCacheExhausted if no block is free."""
         return self.allocate_for(1)[0]
 
     def allocate_for(self, num_tokens: int) -> list[int]:
-        """Take the fewest blocks that hold num_tokens tokens and return their ids, in order.
+        """Take the fewest blocks that hold num_tokens tokens; return their ids in the order taken.
 
         Raises KVCacheExhausted and takes no block if too few are free. Raises ValueError for a
         negative num_tokens.
@@ -132,7 +132,7 @@ class BlockTable:
         return self.blocks[index], offset
 
     def slot(self, position: int) -> int:
-        """The slot of a position, block id * block_size + offset; raises ValueError as locate."""
+        """The slot of a position, block id * block_size + offset. Errors as for locate."""
         block, offset = self.locate(position)
         return block * self._allocator.block_size + offset
 

@@ -19,7 +19,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-bench_app = typer.Typer(help="Measure the engine. A correctness check precedes every time.")
+bench_app = typer.Typer(help="Measure the engine, after a correctness check.")
 course_app = typer.Typer(help="Your own copies of the notebooks, in work/.", no_args_is_help=True)
 app.add_typer(bench_app, name="bench", no_args_is_help=True)
 app.add_typer(course_app, name="course")
@@ -37,9 +37,9 @@ Model = Annotated[
 DTypeOption = Annotated[DType, typer.Option(help="The dtype of weights and activations.")]
 Device = Annotated[str, typer.Option(help="The device: cpu, cuda, cuda:1, mps.")]
 MaxTokens = Annotated[int, typer.Option(help="The maximum number of generated tokens.")]
-Temperature = Annotated[float, typer.Option(help="0 is greedy; 1 samples from the model's output.")]
-TopP = Annotated[float, typer.Option(help="Sample from the most probable tokens of this share.")]
-Seed = Annotated[int | None, typer.Option(help="Repeat the same random numbers.")]
+Temperature = Annotated[float, typer.Option(help="0 is greedy; 1 samples as the model predicts.")]
+TopP = Annotated[float, typer.Option(help="Keep the fewest tokens whose probabilities reach this.")]
+Seed = Annotated[int | None, typer.Option(help="The same seed repeats the same random numbers.")]
 
 
 def _print_version(wanted: bool) -> None:
@@ -64,7 +64,7 @@ def options(
 
 @app.command()
 def fetch() -> None:
-    """Download the model SmolLM2-135M-Instruct (93 MB) and convert it, unless it is there."""
+    """Download SmolLM2-135M-Instruct (93 MB) and convert it, unless this is done already."""
     from nanoserve.fetch import fetch as download
 
     typer.echo(download())
@@ -91,7 +91,7 @@ def generate(
 @app.command()
 def chat(
     message: Annotated[
-        str | None, typer.Argument(help="One question. Without it, chat asks for questions.")
+        str | None, typer.Argument(help="One question. Without it, type questions.")
     ] = None,
     model: Model = "smollm2",
     max_tokens: MaxTokens = 256,
@@ -199,7 +199,7 @@ def _aside(line: str) -> None:
 
 @app.command()
 def doctor() -> None:
-    """Print what this machine has and what would run, for a bug report."""
+    """Print this machine's software, device, backend and model, for a bug report."""
     for key, value in report():
         typer.echo(f"{key:<16} {value}")
 
@@ -242,7 +242,7 @@ def _best_device() -> str:
 
 
 def _attention() -> str:
-    """The backend that would run on the best device, and why it is not Triton."""
+    """The backend that select_backend chooses on the best device, and why it is not Triton."""
     import warnings
 
     import torch
@@ -252,7 +252,7 @@ def _attention() -> str:
     device = torch.device(_best_device().split(":")[0])
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the line below has the reason
+            warnings.simplefilter("ignore")  # the returned line has the reason
             backend = select_backend(device)
     except ValueError as error:
         return f"not at all: {error}"
@@ -271,11 +271,11 @@ def bench_decode(
     tokens: Annotated[int, typer.Option(help="Tokens generated in each run.", min=2)] = 8,
     rounds: Annotated[int, typer.Option(help="Runs of each code path, interleaved.", min=1)] = 3,
     cache: Annotated[
-        bool, typer.Option(help="With the KV cache, or recomputing everything.")
+        bool, typer.Option(help="With a KV cache, or recompute all tokens in every step.")
     ] = True,
     dtype: DTypeOption = DType.float32,
 ) -> None:
-    """Time our loop beside transformers' generate: same weights, same tokens, one run."""
+    """Time our loop and transformers' generate on the same weights and tokens, interleaved."""
     import torch
 
     from nanoserve import load_model, load_tokenizer
@@ -286,14 +286,14 @@ def bench_decode(
     engine, oracle = load_model(model, kind), load_oracle(model, kind)
     sentence = load_tokenizer(model).encode("One day at the harbour, the gulls and the boats. ")
     lengths = context or (64, 256, 1024)
-    if max(lengths) + tokens > (room := engine.config.context):
-        raise ValueError(f"{max(lengths)} + {tokens} tokens: the model's context holds {room}")
+    if max(lengths) + tokens > (limit := engine.config.context):
+        raise ValueError(f"{max(lengths)} + {tokens} tokens: the model's context holds {limit}")
     prompts = [(sentence * (1 + n // len(sentence)))[:n] for n in lengths]
     paths = {
         "nanoserve": decode.engine_path(engine, cache),
         "transformers": decode.oracle_path(oracle, cache),
     }
-    if cache and dtype is DType.float32:  # in 16 bits a kernel's tokens may be others
+    if cache and dtype is DType.float32:  # in 16 bits, a kernel may choose other tokens
         paths["paged"] = decode.paged_path(engine)
     rows = decode.decode_benchmark(paths, "transformers", prompts, tokens, rounds)
     bandwidth = timing.read_bandwidth()
@@ -307,8 +307,8 @@ def bench_decode(
         moved = decode.bytes_per_token(engine.config, theirs.context, kind)
         for row in group.values():
             line = (
-                f"{row.context:>6} tokens  {row.path:<12}  first {row.ttft * 1e3:8.1f} ms  "
-                f"then {row.tpot * 1e3:8.2f} ms a token"
+                f"{row.context:>6} tokens  {row.path:<12}  TTFT {row.ttft * 1e3:8.1f} ms  "
+                f"TPOT {row.tpot * 1e3:8.2f} ms"
             )
             rate = moved / row.tpot
             typer.echo(
@@ -318,8 +318,8 @@ def bench_decode(
         for name, ours in group.items():
             if ours is not theirs:
                 typer.echo(
-                    f"{'':>14}{name}, speed over transformers: first token "
-                    f"{theirs.ttft / ours.ttft:.2f}, decode {theirs.tpot / ours.tpot:.2f}"
+                    f"{'':>14}{name} is {theirs.ttft / ours.ttft:.2f} times as fast as "
+                    f"transformers in TTFT, {theirs.tpot / ours.tpot:.2f} times in TPOT"
                 )
 
 
@@ -348,11 +348,11 @@ def bench_attention(
     """
     if cache:
         if csv is not None:
-            raise ValueError("--cache writes no --csv: take --record")
+            raise ValueError("--csv cannot be used with --cache: use --record")
         _bench_cache(device, kv_len, dtype, rounds, record)
         return
     if record or device != "cpu":
-        raise ValueError("--device and --record go with --cache")
+        raise ValueError("--device and --record need --cache")
     import torch
 
     from nanoserve.bench import attention, timing
@@ -403,10 +403,10 @@ def _bench_cache(
 @course_app.command()
 def start(
     day: Annotated[
-        int | None, typer.Argument(help="Only this day; else all that are missing.")
+        int | None, typer.Argument(help="Only this day; without it, all missing days.")
     ] = None,
 ) -> None:
-    """Copy the days that are not in work/ yet; a file that is there is never touched."""
+    """Copy the days that are not in work/ yet. Existing files are never changed."""
     from nanoserve.course import store
 
     for path in store.start(day):
@@ -416,7 +416,7 @@ def start(
 
 @course_app.command()
 def reset(day: Annotated[int, typer.Argument(help="The number of the day.")]) -> None:
-    """Take a fresh copy of a day; your old one stays beside it."""
+    """Make a fresh copy of a day; your old copy stays beside it."""
     from nanoserve.course import store
 
     fresh, kept = store.reset(day)
@@ -435,7 +435,7 @@ def status() -> None:
 
 
 def main() -> None:
-    """Run the command line. A wrong value is one line on stderr and exit code 2; Ctrl-C is 130."""
+    """Run the command line. An error is one line on stderr and exit code 2; Ctrl-C is code 130."""
     _open_streams()
     try:
         code = app(standalone_mode=False)
@@ -446,22 +446,22 @@ def main() -> None:
         expected = (ValueError, RuntimeError, OSError, ModuleNotFoundError)
         if usage is None and not isinstance(error, expected):
             raise
-        if message := usage() if usage else str(error):  # none where the help was shown
+        if message := usage() if usage else str(error):  # empty if the help was shown
             typer.echo(f"nanoserve: {message}", err=True)
         code = 2
     try:
         if code == 130:
             typer.echo()
         sys.stdout.flush()
-    except OSError:  # nobody reads it, or the disk is full: Python would try again at exit
+    except OSError:  # the reader is gone or the disk is full; Python would flush again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = code or 1
     sys.exit(code)
 
 
 def _open_streams() -> None:
-    """Replace a closed standard stream by the null device, and show "?" for a character that the
-    terminal's encoding lacks (for input, U+FFFD for bytes that are not in it)."""
+    """Replace closed standard streams by the null device. Print "?" for a character that the
+    terminal's encoding lacks; read U+FFFD for input bytes that it cannot decode."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         stream = getattr(sys, name)
         if stream is None:

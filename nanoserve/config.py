@@ -18,12 +18,12 @@ class UnsupportedModel(ValueError):
 
 @dataclass(frozen=True)
 class Llama3Scaling:
-    """Llama 3's RoPE scaling (Llama 3.1 model card): low frequencies are divided by `factor`."""
+    """RoPE scaling of Llama 3.1 (rope_type "llama3"): low frequencies are divided by `factor`."""
 
     factor: float
     low_freq_factor: float
     high_freq_factor: float
-    original_context: int
+    original_context: int  # tokens, before the scaling
 
 
 @dataclass(frozen=True)
@@ -66,11 +66,11 @@ class Fields:
         self.values, self.file, self.prefix = values, file, prefix
 
     def wrong(self, key: str, problem: str) -> ValueError:
-        """The error for a field whose value the file may not have."""
+        """The error for a field with a wrong value; `problem` ends the message."""
         return ValueError(f"{self.file}: {self.prefix}{key} {problem}")
 
     def unsupported(self, key: str, supported: str) -> UnsupportedModel:
-        """The error for a field whose value is valid elsewhere, but not in this engine."""
+        """The error for a field whose value is valid, but not supported by this engine."""
         value = reprlib.repr(self.values[key])
         return UnsupportedModel(
             f"{self.file}: {self.prefix}{key} {value} is not supported; supported: {supported}"
@@ -90,7 +90,7 @@ class Fields:
         """A number above 0 and below high, as a float. Without a default the field is required."""
         value = self.values.get(key, default)
         plain = isinstance(value, int | float) and not isinstance(value, bool)
-        if not plain or not 0 < value < high:  # NaN is neither
+        if not plain or not 0 < value < high:  # NaN fails this comparison
             limit = "a finite number above 0" if high > 1 else f"a number above 0 and below {high}"
             raise self.wrong(key, f"must be {limit}, got {self._got(key, value)}")
         return float(value)
@@ -103,7 +103,7 @@ class Fields:
         return value
 
     def token_ids(self, key: str, vocab_size: int, several: bool = True) -> tuple[int, ...]:
-        """One token id, a list of them where `several`, or none (absent or null)."""
+        """One token id, a list of ids if `several`, or no id (absent or null), as a tuple."""
         value = self.values.get(key)
         ids = value if several and isinstance(value, list) else [] if value is None else [value]
         if not all(_is_int(i) and 0 <= i < vocab_size for i in ids):
@@ -132,8 +132,9 @@ def _is_int(value: Any) -> bool:
 def load_config(path: Path) -> ModelConfig:
     """Read the config of a folder in the Hugging Face layout, or of a .gguf file.
 
-    Reads no weight. Raises UnsupportedModel for an option that the engine lacks, and ValueError for
-    a file that is missing or no JSON and for a field that is missing, wrong or contradicts another.
+    Reads no weight. Raises UnsupportedModel for an option that the engine lacks. Raises ValueError
+    for a file that is missing or is not JSON, and for a field that is missing or wrong or that
+    contradicts another field.
     """
     if path.suffix == ".gguf":
         return parse_config(gguf_config(path), file=str(path))
@@ -154,7 +155,7 @@ def parse_config(
 ) -> ModelConfig:
     """Turn the content of config.json (and of generation_config.json) into a ModelConfig.
 
-    An absent field has the value that transformers gives it, by family; a null is accepted where
+    An absent field gets the default of transformers for its family; null is accepted where
     transformers accepts it. Errors as for load_config; they name `file` or `generation_file`.
     """
     fields = Fields(hf, file)
@@ -214,13 +215,14 @@ def _check_options(fields: Fields, family: str) -> None:
 def _check_windows(fields: Fields, family: str, num_layers: int) -> None:
     """Raise UnsupportedModel unless every layer attends to the whole sequence.
 
-    Mistral applies sliding_window whenever it is not null, and ignores use_sliding_window. Qwen
-    applies it with use_sliding_window, to the layers from max_window_layers on, or to those that
-    layer_types names. Llama has no window, but transformers' KV cache applies one all the same.
+    Mistral applies sliding_window unless it is null, and ignores use_sliding_window. Qwen applies
+    sliding_window only with use_sliding_window: to the layers from max_window_layers on, or to the
+    layers that layer_types names. Llama has no window, but transformers' KV cache applies
+    sliding_window to Llama too.
     """
     values, kinds = fields.values, fields.values.get("layer_types")
     if family == "mistral" and "layer_types" in values:
-        raise fields.unsupported("layer_types", "no such field (transformers reads a Ministral)")
+        raise fields.unsupported("layer_types", "an absent field (it marks a Ministral model)")
     if kinds is not None:
         if not isinstance(kinds, list) or len(kinds) != num_layers:
             raise fields.wrong(
@@ -253,12 +255,14 @@ def _heads(fields: Fields, family: str) -> tuple[int, int, int]:
     n_kv = n_q if kv_null else fields.size("num_key_value_heads", kv_absent)
     if n_q % n_kv:
         raise fields.wrong(
-            "num_key_value_heads", f"{n_kv} cannot share num_attention_heads {n_q} evenly"
+            "num_key_value_heads", f"must divide num_attention_heads {n_q}, got {n_kv}"
         )
     null = family in ("llama", "mistral") and values.get("head_dim", ...) is None
     derived = null or ("head_dim" not in values and family != "qwen3")
     if hidden % n_q and (derived or family == "llama"):
-        raise fields.wrong("hidden_size", f"{hidden} is no multiple of num_attention_heads {n_q}")
+        raise fields.wrong(
+            "hidden_size", f"{hidden} is not a multiple of num_attention_heads {n_q}"
+        )
     head_dim = hidden // n_q if derived else fields.size("head_dim", 128)
     if head_dim % 2:
         raise fields.wrong("head_dim", f"must be even for RoPE, got {head_dim}")
@@ -266,9 +270,9 @@ def _heads(fields: Fields, family: str) -> tuple[int, int, int]:
 
 
 def _rope(fields: Fields) -> tuple[float, Llama3Scaling | None]:
-    """RoPE's theta and scaling: rope_theta and rope_scaling, or newer, both in rope_parameters.
+    """RoPE's theta and scaling, from rope_theta and rope_scaling.
 
-    A file may use both spellings if they mean the same.
+    Newer files have both in rope_parameters. A file may use both forms if they agree.
     """
     theta = fields.number("rope_theta", 10_000.0)
     rotated = fields.values.get("partial_rotary_factor")
@@ -282,7 +286,7 @@ def _rope(fields: Fields) -> tuple[float, Llama3Scaling | None]:
 
 
 def _rope_object(rope: Fields, outer: Fields) -> tuple[float, Llama3Scaling | None]:
-    """Theta and scaling of the object rope_scaling or rope_parameters, which lies in `outer`."""
+    """Theta and scaling of `rope`, the object rope_scaling or rope_parameters of `outer`."""
     kind = rope.values.get("rope_type", rope.values.get("type", "default"))
     if kind not in ("default", "llama3"):
         raise UnsupportedModel(
@@ -321,16 +325,16 @@ def _rope_object(rope: Fields, outer: Fields) -> tuple[float, Llama3Scaling | No
         raise rope.wrong("high_freq_factor", "must be above low_freq_factor")
     key = "original_max_position_embeddings"
     if outer.values.get(key, scaling.original_context) != scaling.original_context:
-        raise rope.wrong(key, f"contradicts {key} outside of the object")
+        raise rope.wrong(key, f"contradicts {key} at the top level")
     return theta, scaling
 
 
 def read_json(path: Path) -> dict:
-    """The object in a JSON file. Raises ValueError, naming file and reason, if there is none."""
+    """Return the object in a JSON file. Raises ValueError, with file and reason, if that fails."""
     check_readable(path)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, a number of 5,000 digits
+    except (ValueError, RecursionError) as error:  # not JSON or UTF-8, or 5,000 digits in a number
         raise ValueError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path} is not valid JSON: its content is not an object")

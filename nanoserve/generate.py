@@ -17,7 +17,7 @@ CACHES = ("paged", "naive")
 
 
 def new_cache(kind: str | None, model: Model, tokens: int) -> Cache | None:
-    """An empty cache for `tokens` tokens, of a kind in CACHES; None for the kind None."""
+    """Return an empty cache for `tokens` tokens, of a kind in CACHES; None if kind is None."""
     if kind is None:
         return None
     if kind == "naive":
@@ -51,8 +51,9 @@ def generate_tokens(
 ) -> Iterator[Sample]:
     """The loop: run the model, choose a token, append it.
 
-    Stops after an end token (which it yields), after max_tokens, or when the context is full. With
-    a cache, which must be empty, each step after the first computes one token.
+    Yields one Sample per token. Stops after an end token (which is yielded), after max_tokens, or
+    when the context is full. A cache must be empty; each step after the first then computes one
+    token.
     """
     generator = make_generator(params.seed, model.device)
     ids = list(prompt_ids)
@@ -72,7 +73,7 @@ def generate_tokens(
 def next_logits(model: Model, ids: Sequence[int], cache: Cache | None = None) -> torch.Tensor:
     """The logits of the token after ids: float32 [vocab].
 
-    Computes the head for the last position only: it is a fifth of SmolLM2's weights.
+    Computes the head for the last position only: the head is a fifth of SmolLM2's weights.
     """
     hidden = model.hidden(torch.tensor([ids], device=model.device), cache)
     return model.head(hidden[0, -1]).float()
@@ -87,12 +88,12 @@ class StopStrings:
         self.found = False
 
     def add(self, piece: str) -> str:
-        """The text that can be shown now. From the first stop string on, nothing."""
+        """Return the text that can be shown now; "" after the first stop string."""
         if self.found:
             return ""
         text = self._held + piece
         found = [(text.find(s) + len(s), text.find(s)) for s in self._stops if s in text]
-        if found:  # The stop string that is complete first: the cut between pieces does not matter.
+        if found:  # the stop string that ends first, however the text is cut into pieces
             self.found, self._held = True, ""
             return text[: min(found)[1]]
         keep = self._undecided(text)
@@ -100,7 +101,7 @@ class StopStrings:
         return text[: len(text) - keep]
 
     def finish(self) -> str:
-        """The text that is still held back."""
+        """Return the text that is still held back."""
         text, self._held = self._held, ""
         return text
 
@@ -195,8 +196,8 @@ class LLM:
     ) -> list[Completion]:
         """Complete one prompt or several. A prompt is text, or token ids, which are used unchanged.
 
-        Raises ValueError, before any work, for a prompt that is empty or longer than the model's
-        context, and for an id outside the vocabulary.
+        Raises ValueError, before the model runs, for a prompt that is empty or longer than the
+        model's context, and for an id outside the vocabulary.
         """
         if not isinstance(prompts, str) and not hasattr(prompts, "__len__"):
             raise ValueError(f"prompts must be text, token ids, or a list of them, got {prompts!r}")
@@ -211,7 +212,7 @@ class LLM:
         return self.stream(self.chat_ids(messages), params).completion
 
     def stream(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> Stream:
-        """Complete one prompt as a stream of pieces of text; errors as for generate, at once."""
+        """Complete one prompt as a stream of pieces of text; errors as generate, at once."""
         ids, params = self._prompt_ids(prompt), SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise ValueError(f"params must be a SamplingParams, got {params!r}")
@@ -229,7 +230,7 @@ class LLM:
         else:
             for i in prompt:
                 if isinstance(i, bool) or not isinstance(i, Integral):
-                    raise ValueError(f"a prompt is text or integer token ids, got {i!r} in it")
+                    raise ValueError(f"a prompt must be text or integer token ids, got {i!r}")
             ids = [int(i) for i in prompt]
         config = self.model.config
         if not ids:

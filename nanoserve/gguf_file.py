@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 
-# llama.cpp's names of pre-tokenisers, as the JSON that the tokenizers library reads.
+# Pre-tokenizers by their names in llama.cpp, as JSON for the tokenizers library.
 _GPT2 = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -32,7 +32,7 @@ PRE_TOKENIZERS = {
     "qwen2": _split(_WORDS % ""),
     "llama-bpe": _split(_WORDS % "{1,3}"),
 }
-ADDS_BOS = ("llama-bpe",)  # splitters that put BOS unless the file says otherwise (llama.cpp)
+ADDS_BOS = ("llama-bpe",)  # these put BOS first unless the file says otherwise, as in llama.cpp
 ROLES = ("bos", "eos", "unknown", "padding")
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
 
@@ -42,7 +42,7 @@ class BadGGUF(ValueError):
 
 
 def check_readable(path: Path) -> None:
-    """Open a file and read a byte. Raises ValueError, naming file and reason, if that fails."""
+    """Open a file and read a byte. Raises ValueError, with file and reason, if that fails."""
     try:
         with path.open("rb") as file:
             file.read(1)
@@ -53,7 +53,7 @@ def check_readable(path: Path) -> None:
 
 
 def open_gguf(path: Path) -> "GGUFReader":
-    """Memory-map a GGUF file. Raises ValueError, naming file and reason, if it cannot be read, and
+    """Memory-map a GGUF file. Raises ValueError, with file and reason, if it cannot be read, and
     BadGGUF if it is not a whole GGUF file."""
     check_readable(path)
     return _open(path, path.stat().st_mtime_ns)
@@ -75,7 +75,10 @@ def _open(path: Path, _modified: int) -> "GGUFReader":
 
 
 def gguf_config(path: Path) -> dict:
-    """A GGUF's metadata as the content of a config.json. BadGGUF for another architecture."""
+    """Return a GGUF file's metadata as the content of a config.json.
+
+    Raises BadGGUF for an architecture not in ARCHITECTURES and for missing or wrong metadata.
+    """
     reader = open_gguf(path)
     arch = _get(reader, "general.architecture")
     if arch not in ARCHITECTURES:
@@ -104,8 +107,8 @@ def gguf_config(path: Path) -> dict:
     head_dim = number("attention.key_length", hidden // max(n_q, 1))
     rotated = number("rope.dimension_count", head_dim)
     if rotated != head_dim:
-        raise BadGGUF(f"{path.name}: RoPE of {rotated} of {head_dim} channels is not supported")
-    # 0 means no window. llama.cpp's converter stores "llama" for Mistral, too.
+        raise BadGGUF(f"{path.name}: RoPE on {rotated} of {head_dim} channels is not supported")
+    # 0 means no window. A "llama" file may be a Mistral with a window (llama.cpp's converter).
     window = _get(reader, f"{arch}.attention.sliding_window") or None
     ends = (_get(reader, f"tokenizer.ggml.{role}_token_id") for role in ("eos", "eot", "eom"))
     config = {
@@ -127,7 +130,7 @@ def gguf_config(path: Path) -> dict:
         "bos_token_id": _get(reader, "tokenizer.ggml.bos_token_id"),
         "eos_token_id": _eos([i for i in ends if i is not None]),
     }
-    if arch != "llama":  # every layer from 0 on has the window, where there is one
+    if arch != "llama":  # a window, if any, applies to every layer from 0 on
         config |= {"use_sliding_window": window is not None, "max_window_layers": 0}
     kind = _get(reader, f"{arch}.rope.scaling.type")
     if kind not in (None, "none"):
@@ -139,23 +142,24 @@ def gguf_config(path: Path) -> dict:
 
 
 def gguf_tokenizer(path: Path) -> tuple[str, dict]:
-    """A GGUF's byte-level BPE: the text of a tokenizer.json, and the content of its config.
+    """Return a GGUF file's byte-level BPE as tokenizer.json and tokenizer_config.json.
 
-    Raises BadGGUF for another tokenizer, by its name.
+    The first is text, the second a dictionary. Raises BadGGUF for any other tokenizer, and for
+    missing or wrong metadata.
     """
     reader = open_gguf(path)
     model, pre = _get(reader, "tokenizer.ggml.model"), _get(reader, "tokenizer.ggml.pre")
     if model != "gpt2" or pre not in PRE_TOKENIZERS:
         raise BadGGUF(
-            f"{path.name}: tokenizer {model!r} with splitter {pre!r} is not supported; supported: "
-            f"'gpt2' with {', '.join(PRE_TOKENIZERS)}"
+            f"{path.name}: tokenizer {model!r} with pre-tokenizer {pre!r} is not supported; "
+            f"supported: 'gpt2' with {', '.join(PRE_TOKENIZERS)}"
         )
     tokens, merges = (_get(reader, f"tokenizer.ggml.{key}") for key in ("tokens", "merges"))
     if not tokens or merges is None:
         raise BadGGUF(f"{path.name}: the metadata lacks tokenizer.ggml.tokens or .merges")
     types = _get(reader, "tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
     if len(types) != len(tokens):
-        raise BadGGUF(f"{path.name}: {len(tokens)} tokens have {len(types)} types")
+        raise BadGGUF(f"{path.name}: there are {len(tokens)} tokens and {len(types)} token types")
     special = {role: _token(reader, tokens, role, path) for role in ROLES}
     added = [
         {
@@ -222,7 +226,7 @@ def _get(reader: "GGUFReader", key: str) -> Any:
 
 
 def _token(reader: "GGUFReader", tokens: list[str], role: str, path: Path) -> str | None:
-    """The text of the special token with a role, or None."""
+    """The text of the special token with a role; None if the file has no such token."""
     token_id = _get(reader, f"tokenizer.ggml.{role}_token_id")
     if token_id is None:
         return None
@@ -249,10 +253,11 @@ def _bos_first(bos: str | None, tokens: list[str]) -> dict | None:
 
 
 def _llama3_scaling(factors: Any, theta: float, path: Path) -> dict:
-    """The llama3 parameters that give the divisors in rope_freqs.weight, one for each frequency.
+    """Return the llama3 parameters that give the divisors in rope_freqs.weight.
 
-    The published Llama 3 models all use low 1, high 4, original context 8,192; only the factor
-    differs. Anything else is refused rather than guessed.
+    rope_freqs.weight has one divisor per frequency. All published Llama 3 models use
+    low_freq_factor 1, high_freq_factor 4 and an original context of 8,192; only the factor differs.
+    Raises BadGGUF for divisors of other parameters.
     """
     factor, low, high, original = float(max(factors)), 1.0, 4.0, 8192
     for i, stored in enumerate(factors):
@@ -261,7 +266,7 @@ def _llama3_scaling(factors: Any, theta: float, path: Path) -> dict:
         smooth = min(max(smooth, 0.0), 1.0)
         if not math.isclose(stored, 1 / ((1 - smooth) / factor + smooth), rel_tol=1e-4):
             raise BadGGUF(
-                f"{path.name}: rope_freqs.weight is no llama3 RoPE scaling with low_freq_factor 1, "
+                f"{path.name}: rope_freqs.weight is not a llama3 scaling with low_freq_factor 1, "
                 "high_freq_factor 4 and original context 8192"
             )
     return {

@@ -24,10 +24,12 @@ class Model:
 
     @property
     def device(self) -> torch.device:
+        """The device of the weights."""
         return self.weights["lm_head.weight"].device
 
     @property
     def dtype(self) -> torch.dtype:
+        """The dtype of the weights and activations."""
         return self.weights["lm_head.weight"].dtype
 
     def __call__(self, ids: torch.Tensor, cache: Cache | None = None) -> torch.Tensor:
@@ -40,7 +42,7 @@ class Model:
         return self.head(self.hidden(ids, cache))
 
     def hidden(self, ids: torch.Tensor, cache: Cache | None = None) -> torch.Tensor:
-        """The last block's output, normed: ids [batch, seq] -> [batch, seq, hidden]."""
+        """The final norm's output: ids [batch, seq] -> [batch, seq, hidden]; errors as __call__."""
         self._check(ids)
         start = 0 if cache is None else cache.seq_len
         cos, sin = self._rope(start, start + ids.shape[1])
@@ -58,7 +60,7 @@ class Model:
             raise ValueError(
                 f"ids must be integers [batch, seq], got {ids.dtype} {list(ids.shape)}"
             )
-        if ids.device.type == "cpu":  # on a GPU, reading them would wait for all queued work
+        if ids.device.type == "cpu":  # on a GPU, reading the ids would wait for all queued work
             low, high = (int(i) for i in ids.aminmax())
             if low < 0 or high >= self.config.vocab_size:
                 raise ValueError(
@@ -103,7 +105,7 @@ def load_model(
 
 
 def as_dtype(dtype: str | torch.dtype) -> torch.dtype:
-    """A dtype of DTYPES, given as it is or by its name. Raises ValueError for any other."""
+    """Return a dtype of DTYPES, given as a dtype or by name. Raises ValueError for any other."""
     found = DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
     if found not in DTYPES.values():
         raise ValueError(f"dtype {dtype!r} is not supported; supported: {', '.join(DTYPES)}")
@@ -111,7 +113,7 @@ def as_dtype(dtype: str | torch.dtype) -> torch.dtype:
 
 
 def as_device(device: str | torch.device) -> torch.device:
-    """A device that holds tensors on this machine. Raises ValueError, with torch's reason."""
+    """Return a device that can hold tensors here. Raises ValueError, with torch's reason."""
     try:
         found = torch.device(device)
         torch.empty(1, device=found).cpu()
@@ -122,7 +124,7 @@ def as_device(device: str | torch.device) -> torch.device:
 
 
 def join_qkv(model: Model) -> None:
-    """Give each layer "self_attn.qkv_proj.weight", the rows of q, k and v joined; a bias likewise.
+    """Give each layer "self_attn.qkv_proj.weight", the joined rows of q, k and v; likewise a bias.
 
     The weights of q, k and v become views of those rows, so no value is stored twice. In-place
     edits show in qkv_proj; rebinding a name does not.

@@ -72,12 +72,12 @@ def sample(
 ) -> Sample:
     """Choose the token after prompt_ids + output_ids, from the logits [vocab] of the last position.
 
-    Temperature 0 takes the largest logit after penalties; the lowest id wins a tie. A seed needs a
-    generator from make_generator, one for the whole sequence. Raises ValueError if the generator is
-    missing, if logits has another shape, and if the largest logit is not finite.
+    Temperature 0 takes the largest logit after penalties; the lowest id wins a tie. A seed needs
+    one generator of make_generator(seed) for the whole sequence. Raises ValueError if the generator
+    is missing, if logits has another shape, and if the largest logit is not finite.
     """
     if params.temperature > 0 and params.seed is not None and generator is None:
-        raise ValueError(f"seed {params.seed} needs a generator: make_generator(seed), once")
+        raise ValueError(f"seed {params.seed} needs a generator: pass make_generator(seed)")
     if logits.ndim != 1:
         raise ValueError(f"logits must be [vocab], got shape {list(logits.shape)}")
     raw = logits.float()
@@ -102,9 +102,9 @@ def apply_penalties(
 ) -> torch.Tensor:
     """Make used tokens less likely: [..., vocab] -> [..., vocab].
 
-    Repetition (Keskar et al. 2019, section 4.1) scales the logits of all tokens in the prompt or
-    the output towards -inf. Presence subtracts once for each token in the output, frequency once
-    for each use.
+    Repetition (Keskar et al. 2019, section 4.1) divides the positive logits of all tokens in the
+    prompt or the output, and multiplies the negative ones. Presence is subtracted once from each
+    token in the output, frequency once for each time that the token occurs there.
     """
     repetition, presence = params.repetition_penalty, params.presence_penalty
     if (repetition, presence, params.frequency_penalty) == (1, 0, 0):
@@ -129,17 +129,17 @@ def distribution(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
 
 
 def apply_temperature(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Divide by a temperature above 0: below 1 sharpens, above 1 flattens.
+    """Divide logits [..., vocab] by a temperature above 0: below 1 sharpens, above 1 flattens.
 
-    The largest logit becomes 0 first, which changes no probability; so nothing overflows to +inf.
-    Computes in float64: float32 would round a temperature of 1e-50 to 0.
+    The largest logit is subtracted first: no probability changes, and nothing overflows to +inf.
+    Computes in float64, because float32 would round a temperature of 1e-50 to 0.
     """
     shifted = logits.double() - logits.amax(-1, keepdim=True)
     return (shifted / temperature).float()
 
 
 def mask_top_k(logits: torch.Tensor, top_k: int) -> torch.Tensor:
-    """Keep the top_k largest logits, and all that tie with the last of these; 0 keeps all."""
+    """Keep the top_k largest logits, and all that equal the smallest of these; 0 keeps all."""
     if top_k == 0:
         return logits
     last = logits.topk(min(top_k, logits.shape[-1])).values[..., -1:]  # [..., 1]
@@ -166,7 +166,7 @@ def mask_min_p(logits: torch.Tensor, min_p: float) -> torch.Tensor:
 
 def draw(probs: torch.Tensor, generator: torch.Generator | None = None) -> int:
     """Draw one id from probs [vocab] with one uniform number: the first id whose running sum
-    exceeds it. An id of probability 0 is never drawn. Without a generator, torch's global one."""
+    exceeds the number. Never draws an id of probability 0. Default: torch's global generator."""
     sums = probs.double().cumsum(dim=-1)  # [vocab]; in float32 the rounding would favour some ids
     device = probs.device if generator is None else generator.device
     uniform = torch.rand((), dtype=torch.float64, device=device, generator=generator)
@@ -174,9 +174,9 @@ def draw(probs: torch.Tensor, generator: torch.Generator | None = None) -> int:
 
 
 def make_generator(seed: int | None, device: str | torch.device = "cpu") -> torch.Generator | None:
-    """A generator that starts from `seed`; None, for torch's global one, if seed is None.
+    """A generator that starts from `seed`; None, for torch's global generator, if seed is None.
 
-    On the CPU it draws the same numbers for logits on any device.
+    A generator on the CPU draws the same numbers for logits on every device.
     """
     return None if seed is None else torch.Generator(device).manual_seed(seed)
 

@@ -1,4 +1,4 @@
-"""Weights are just names: a checkpoint becomes a dictionary from Hugging Face names to tensors."""
+"""Loads a checkpoint's weights as a dictionary from Hugging Face names to tensors."""
 
 import re
 from collections.abc import Callable
@@ -44,7 +44,7 @@ class StoredTensor:
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor the model needs, by its Hugging Face name. A Linear weight is [out, in]."""
+    """{Hugging Face name: shape} of every weight but the head. A Linear weight is [out, in]."""
     hidden, mlp = config.hidden_size, config.intermediate_size
     q_size, kv_size = config.n_q * config.head_dim, config.n_kv * config.head_dim
     shapes: dict[str, tuple[int, ...]] = {
@@ -83,8 +83,8 @@ def load_weights(
     """Read a folder of safetensors, or a .gguf file, into {Hugging Face name: tensor}.
 
     The result always has "lm_head.weight"; a tied head is the embedding itself, in the same memory.
-    Raises ValueError, naming it, for a file that cannot be read or is not whole, for a tensor that
-    is missing, surplus or has the wrong shape, and for a head that contradicts the config.
+    Raises a ValueError that names the file or tensor: a file that cannot be read or is not whole; a
+    tensor that is missing, surplus or of the wrong shape; a head that contradicts the config.
     """
     stored = list_gguf(path, config) if path.suffix == ".gguf" else list_safetensors(path)
     head = stored.pop("lm_head.weight", None)
@@ -114,7 +114,7 @@ def check_shapes(stored: dict[str, StoredTensor], expected: dict[str, tuple[int,
         if stored[name].shape != shape:
             raise ValueError(
                 f"tensor {name} has shape {list(stored[name].shape)}, "
-                f"the config asks for {list(shape)}"
+                f"but the config requires {list(shape)}"
             )
     for name in stored:
         if name not in expected:
@@ -133,7 +133,7 @@ def list_safetensors(folder: Path) -> dict[str, StoredTensor]:
     elif index.exists():
         names = read_json(index).get("weight_map")
         if not isinstance(names, dict) or not all(isinstance(n, str) for n in names.values()):
-            raise ValueError(f"{index} is not valid: weight_map names no files")
+            raise ValueError(f"{index} is not valid: weight_map must map names to files")
         files = [folder / name for name in sorted(set(names.values()))]
     else:
         raise ValueError(f"{folder} has no weights: no model.safetensors, no {index.name}")
@@ -144,7 +144,7 @@ def list_safetensors(folder: Path) -> dict[str, StoredTensor]:
             shard = safe_open(file, framework="pt")
         except SafetensorError as error:
             raise ValueError(f"{file} is not a whole safetensors file: {error}") from None
-        for name in shard.keys():  # a safetensors file is no dict
+        for name in shard.keys():  # a safetensors file is not a dict
             if name.endswith("rotary_emb.inv_freq"):  # a constant in old Llama files
                 continue
             view = shard.get_slice(name)
@@ -185,9 +185,10 @@ def list_gguf(path: Path, config: ModelConfig) -> dict[str, StoredTensor]:
 
 
 def hf_name(gguf_name: str) -> str:
-    """The Hugging Face name of a GGUF tensor: blk.3.attn_q.weight is a q_proj of model.layers.3.
+    """The Hugging Face name of a GGUF tensor.
 
-    A name with an unknown part comes back unchanged; check_shapes then refuses it as surplus.
+    For example, blk.3.attn_norm.weight becomes model.layers.3.input_layernorm.weight. A name with
+    an unknown part is returned unchanged; check_shapes then refuses the tensor as surplus.
     """
     layer, part, kind = re.match(r"(?:blk\.(\d+)\.)?(\w*)\.?(.*)", gguf_name).groups()
     if part not in GGUF_NAMES or kind not in ("weight", "bias"):
@@ -196,7 +197,7 @@ def hf_name(gguf_name: str) -> str:
 
 
 def dequantize(tensor: "ReaderTensor") -> torch.Tensor:
-    """A GGUF tensor's values in float32, in the shape that PyTorch gives them."""
+    """A GGUF tensor's values in float32, with the dimensions in PyTorch's order."""
     from gguf.quants import dequantize as dequantize_any
 
     shape = tuple(map(int, tensor.shape[::-1]))
@@ -208,8 +209,8 @@ def dequantize(tensor: "ReaderTensor") -> torch.Tensor:
 def dequantize_q4_1(blocks: torch.Tensor) -> torch.Tensor:
     """Undo Q4_1 (ggml): uint8 [n, 20] -> float32 [n, 32], where value = scale * nibble + minimum.
 
-    Bytes 0-1 of a block are its scale and 2-3 its minimum, both float16; the low nibbles of the
-    last 16 bytes are values 0 to 15, the high nibbles values 16 to 31.
+    In each block, bytes 0-1 are the scale and bytes 2-3 the minimum, both float16. The low nibbles
+    of the other 16 bytes are values 0 to 15; the high nibbles are values 16 to 31.
     """
     scale, minimum = blocks[:, :4].contiguous().view(torch.float16).float().split(1, dim=1)
     packed = blocks[:, 4:]  # [n, 16]

@@ -12,7 +12,7 @@ from nanoserve.kernels.reference import paged_attention_reference, tolerance
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """One call: its shape, and the layout of its tensors. Slots of no position hold NaN."""
+    """One call: its shape, and the layout of its tensors. Unused slots hold NaN."""
 
     n_q: int = 6
     n_kv: int = 2
@@ -23,8 +23,8 @@ class AttentionCase:
     dtype: torch.dtype = torch.float32
     scale: float | None = None
     integer: torch.dtype = torch.int64  # of the slot mapping
-    q_transposed: bool = False  # [1, query_len, n_q, head_dim] in memory, as a model has it
-    pools_strided: bool = False  # in other tensors' middle, and v's heads before its slots
+    q_transposed: bool = False  # [1, query_len, n_q, head_dim] in memory, as in a model
+    pools_strided: bool = False  # views into larger tensors, and v with its heads before its slots
     drift: float = 0.0  # scores rise by this much from the oldest key to the newest
 
     def __str__(self) -> str:
@@ -58,7 +58,7 @@ LAYOUTS = {
         "q transposed": {"q_transposed": True},
         "pools strided": {"pools_strided": True},
         "all at once": EVERYTHING,
-        "scores rising": {"drift": 240.0},  # beyond what exp can hold in float32, either way
+        "scores rising": {"drift": 240.0},  # exp would overflow or underflow in float32
         "scores falling": {"drift": -240.0},
     }.items()
     for step, positions in {**STEPS, "one token": (1, 1)}.items()

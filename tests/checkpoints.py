@@ -32,7 +32,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
-# Llama 3's own context: the only one that a GGUF can mean, since it keeps just the divisors
+# Llama 3's original context. A GGUF stores only the divisors, which imply this context
 LLAMA3_GGUF = LLAMA3 | {"original_max_position_embeddings": 8192}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-gqa": ("llama", {}),
@@ -70,7 +70,7 @@ def save(model: Any, folder: Path, **options: Any) -> Path:
 
 
 def edit_json(path: Path, **changes: Any) -> None:
-    """Change keys of a JSON file; a key set to ... goes."""
+    """Change keys of a JSON file; a key set to ... is removed."""
     content = json.loads(path.read_text()) | changes
     path.write_text(json.dumps({key: value for key, value in content.items() if value is not ...}))
 
@@ -81,7 +81,7 @@ def reference_logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 
 def llama_cpp_permute(weight: np.ndarray, n_heads: int) -> np.ndarray:
-    """What llama.cpp's converter does to a Llama's q and k (convert_hf_to_gguf.py, permute)."""
+    """The permutation of a Llama's q and k in llama.cpp's converter (convert_hf_to_gguf.py)."""
     return (
         weight.reshape(n_heads, 2, weight.shape[0] // n_heads // 2, *weight.shape[1:])
         .swapaxes(1, 2)

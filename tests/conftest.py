@@ -1,12 +1,12 @@
-"""What all tests share."""
+"""Settings and fixtures of all tests."""
 
 import os
 
 import pytest
 
-# Tests run side by side, one thread each: two threads that share a core wait for each other.
+# Tests run in parallel with one thread each: two threads on one core wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# A test that needs a backend chooses it; the choice of whoever runs the tests is not theirs.
+# A test that needs a backend chooses it. The caller's environment must not choose another.
 os.environ.pop("NANOSERVE_BACKEND", None)
 
 try:
@@ -22,5 +22,5 @@ else:  # on a busy or slow machine an example takes seconds, and so does drawing
 
 @pytest.fixture(autouse=True)
 def no_learner(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test reads or writes the work/ folder of whoever runs it."""
+    """Each test gets an empty work folder, never the user's work/."""
     monkeypatch.setenv("NANOSERVE_WORK", str(tmp_path_factory.mktemp("work")))

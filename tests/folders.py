@@ -58,7 +58,7 @@ def write_checkpoint(
 
 @contextmanager
 def denied(file: Path) -> Iterator[None]:
-    """Make opening `file` fail, as it does for a user without the right (root has all rights)."""
+    """Make opening `file` fail with a permission error (root could open any file)."""
 
     def opened(path: Path, *args: Any, real=Path.open, **options: Any) -> Any:
         if path == file:

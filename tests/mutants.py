@@ -62,7 +62,7 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True)
 class Answer:
-    """A right answer to mutate: its source, and the names that the source finds."""
+    """A right answer to mutate: its source, and the names that the source uses."""
 
     label: str  # "package", "solution" or a right answer's own name
     name: str  # of the function or class that the source defines
@@ -71,7 +71,7 @@ class Answer:
     holder: str = ""  # the class that a method is put into
 
     def built(self, source: str) -> Callable:
-        """What this source defines; a method stands in a class of its holder's name."""
+        """The object that this source defines. A method gets a class named like its holder."""
         name = self.name
         if self.holder:
             name, source = self.holder, _in_class(self.holder, source)
@@ -86,7 +86,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Result:
-    """One mutant and what became of it: "killed", "too long", "crashed" or "survived"."""
+    """One mutant and its result: "killed", "too long", "crashed" or "survived"."""
 
     answer: str
     mutant: Mutant
@@ -108,7 +108,7 @@ def right_answers(day: int) -> dict[str, tuple[Callable, ...]]:
 
 
 def answers_of(exercise: Exercise, right: tuple[Callable, ...] = ()) -> list[Answer]:
-    """What is mutated for an exercise. Raises OSError where a source cannot be found."""
+    """The answers of an exercise to mutate. Raises OSError if a source cannot be found."""
     answers = []
     if exercise.target is not None:
         holder, attribute, found = locate(exercise.target)
@@ -155,7 +155,7 @@ def work_of(exercise: Exercise, answers: list[Answer]) -> list[tuple[Answer, Mut
 
 
 def fates(exercise: Exercise, work: list[tuple[Answer, Mutant]]) -> Iterator[str]:
-    """What the check says of each mutant. Cases that refused others are tried first."""
+    """The check's result for each mutant. Cases that refused other mutants are tried first."""
     quick = replace(exercise, wrong=(), limit=_limit(exercise))
     kills: Counter[int] = Counter()
     for answer, mutant in work:
@@ -186,7 +186,7 @@ def _fate(exercise: Exercise, answer: Answer, mutant: Mutant, kills: Counter[int
 
 
 def _limit(exercise: Exercise) -> float:
-    """Seconds for a case: far more than the reference takes, on a busy machine too."""
+    """The time limit of a case in seconds: much longer than the reference needs, even if busy."""
     started = time.perf_counter()
     check.run(replace(exercise, wrong=()), exercise.reference())
     return min(exercise.limit, max(1.5, 20 * (time.perf_counter() - started)))
@@ -196,7 +196,7 @@ def _limit(exercise: Exercise) -> float:
 
 
 def worker(day: int, name: str, start: int) -> None:
-    """Print the number of mutants, then each one's number and fate, from `start` on."""
+    """Print the number of mutants, then the number and result of each mutant, from `start` on."""
     results = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     torch.set_num_threads(1)
@@ -209,7 +209,7 @@ def worker(day: int, name: str, start: int) -> None:
 
 
 def run_exercise(day: int, name: str) -> list[Result]:
-    """All mutants of an exercise, each process ended when it is silent and begun again after."""
+    """All mutants of an exercise. A silent process is ended, and a new one continues after it."""
     exercise = _named(day, name)
     work = work_of(exercise, answers_of(exercise, right_answers(day).get(name, ())))
     told: list[str] = []
@@ -225,7 +225,7 @@ def run_exercise(day: int, name: str) -> list[Result]:
 
 
 def _listen(day: int, name: str, start: int, told: list[str]) -> tuple[bool, str]:
-    """Add one process's results to `told`; whether it came as far as its first mutant."""
+    """Add the results of one process to `told`. Returns whether it reached its first mutant."""
     command = [sys.executable, "-m", "tests.mutants", "--worker", str(day), name, str(start)]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
@@ -284,7 +284,7 @@ def read_equivalents(day: int, folder: Path = EQUIVALENTS) -> list[dict[str, str
 def sorted_out(
     name: str, results: list[Result], entries: list[dict[str, str]]
 ) -> tuple[list[Result], list[Result], list[str]]:
-    """(equivalent, survivors, complaints) of one exercise by the entries listed for it."""
+    """(equivalent, survivors, complaints) of one exercise, from the entries listed for it."""
     mine = [entry for entry in entries if entry.get("exercise") == name]
     used, equivalent, survivors, complaints = set(), [], [], []
     for result in results:

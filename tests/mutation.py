@@ -47,7 +47,7 @@ AXIS_METHODS = {
 
 @dataclass(frozen=True)
 class Mutant:
-    """One fault: what kind, the lines it changes (as they stand in `ast.unparse`), the source."""
+    """One fault: its kind, the changed lines (as in `ast.unparse`), the source."""
 
     operator: str
     old: str
@@ -56,9 +56,9 @@ class Mutant:
 
 
 def mutants_of(source: str) -> list[Mutant]:
-    """All mutants of a definition, no two with the same meaning as far as syntax can tell.
+    """All mutants of a definition, without those of equal meaning that the syntax shows.
 
-    Docstrings, annotations, decorators and the messages of errors are left alone.
+    Docstrings, annotations, decorators and the messages of errors are not mutated.
     """
     tree = ast.parse(source)
     _strip_docstrings(tree)
@@ -223,7 +223,7 @@ def _put(parent: ast.AST, field: str, index: int | None, node: ast.AST) -> None:
 def _replacements(
     node: ast.AST, parent: ast.AST, field: str, names: _Names
 ) -> Iterator[tuple[str, ast.AST]]:
-    """(the operator's name, the node that takes this one's place)"""
+    """(the operator's name, the node that replaces this node)"""
     match node:
         case ast.Compare():
             yield from _compares(node)
@@ -387,7 +387,7 @@ def _sliced(node: ast.Slice, field: str, bound: ast.expr | None) -> ast.Slice:
 
 
 class _Names:
-    """The names and attributes of a definition, and which are easily taken for one another."""
+    """The names and attributes of a definition, and those that are easily confused."""
 
     def __init__(self, tree: ast.AST) -> None:
         self.local: set[str] = set()
@@ -416,7 +416,7 @@ class _Names:
 
 
 def _alike(one: str, other: str) -> bool:
-    """k and v; k_slot, v_slot and k_head; q and q_seq are not."""
+    """Whether two names are similar: k and v; k_slot, v_slot and k_head; but not q and q_seq."""
     if one == other:
         return False
     if len(one) == len(other) == 1:
@@ -428,7 +428,7 @@ def _alike(one: str, other: str) -> bool:
 
 
 def _swap_names(statement: ast.stmt, names: _Names, note: Callable) -> None:
-    """Each pair of local names within one statement (or one header) changes places."""
+    """Swap each pair of local names within one statement (or one header)."""
     nodes = [
         node
         for node in _own(statement)
@@ -480,7 +480,7 @@ def _strip_docstrings(tree: ast.AST) -> None:
 
 
 def _mark_reasons(tree: ast.AST) -> None:
-    """Mark assignments to names that nothing but an error's message uses."""
+    """Mark assignments to names that only an error's message uses."""
     names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
     assigned = [node for node in ast.walk(tree) if isinstance(node, ast.Assign)]
     for _ in assigned:  # a reason may be made of other reasons
@@ -502,7 +502,7 @@ def _is_warning(node: ast.AST) -> bool:
 
 
 def _changed_lines(before: str, after: str) -> tuple[str, str]:
-    """The lines that differ, in both texts; the messages of errors stand as `...`."""
+    """The lines that differ, in both texts; messages of errors are written as `...`."""
     old, new = (_masked(text).splitlines() for text in (before, after))
     gone, come = [], []
     matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
@@ -526,7 +526,7 @@ def _canonical(text: str) -> str:
 
 
 class _Canonical(ast.NodeTransformer):
-    """Orders what may stand in any order, so that a swap without a meaning is no mutant."""
+    """Sorts parts whose order has no meaning, so that a swap of such parts is no mutant."""
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
         self.generic_visit(node)
@@ -620,7 +620,7 @@ def _negative(node: ast.AST) -> ast.AST:
 
 
 def _numeric(node: ast.AST) -> bool:
-    """Very likely a number or a tensor, for which + may be turned round."""
+    """Whether a node is very likely a number or a tensor, whose + is commutative."""
     match node:
         case ast.Constant(value=value):
             return isinstance(value, int | float)

@@ -31,7 +31,7 @@ from tests.checkpoints import KINDS, SHAPES, random_model, save
 
 
 class ScriptedClock:
-    """A clock that stands still but for what the work itself adds to it."""
+    """A clock that moves only when the measured work adds seconds to it."""
 
     def __init__(self) -> None:
         self.now, self.readings = 1000.0, 0
@@ -80,7 +80,7 @@ def test_each_token_is_timed_from_the_one_before_and_the_first_from_the_start():
         for seconds in (5, 0.25, 0.5):
             clock.now += seconds
             on_token(7)
-        clock.now += 100  # what comes after the last token is no token's
+        clock.now += 100  # time after the last token belongs to no token
 
     assert token_times(run, clock) == [5, 0.25, 0.5]
     assert clock.readings == 4
@@ -97,7 +97,7 @@ def test_bandwidth_is_the_bytes_over_the_best_of_five_sums():
 
 
 def scripted_path(clock, name, log, prefill, decode, ids=(4, 5, 6, 7)):
-    """A path that gives these ids; its steps take longer from run to run."""
+    """A variant that generates these ids; its steps take longer in each run."""
     runs = iter(range(100))
 
     def path(prompt, tokens, on_token):
@@ -137,7 +137,7 @@ def test_a_variant_with_other_tokens_is_named_and_never_timed(wrong):
         "good": scripted_path(clock, "good", log, 1, 1),
         "bad": scripted_path(clock, "bad", log, 1, 1, ids=wrong),
     }
-    with pytest.raises(WrongAnswer, match="bad and good differ after 6 tokens"):
+    with pytest.raises(WrongAnswer, match="bad and good differ at prompt length 6"):
         decode_benchmark(paths, "good", [[1] * 6], tokens=4, clock=clock)
     assert clock.readings == 0
 
@@ -162,13 +162,13 @@ def test_a_fault_in_the_weights_stops_the_benchmark(tmp_path):
     model = load_model(folder)
     model.weights["lm_head.weight"] = model.weights["lm_head.weight"].flip(0)
     paths = {"ours": engine_path(model, True), "theirs": oracle_path(load_oracle(folder), True)}
-    with pytest.raises(WrongAnswer, match="ours and theirs differ after 3 tokens"):
+    with pytest.raises(WrongAnswer, match="ours and theirs differ at prompt length 3"):
         decode_benchmark(paths, "theirs", [[5, 9, 33]], tokens=4)
 
 
 @pytest.mark.parametrize("end", [2, 31])
 def test_every_variant_generates_every_token_past_any_end_token(end, tmp_path):
-    """Timed runs are all equally long: an end token ends nothing."""
+    """All timed runs have the same number of tokens: an end token does not stop them."""
     folder = save(random_model(eos_token_id=list(range(97))), tmp_path)
     ours, theirs = [], []
     engine_path(load_model(folder), True)([end, 9], 8, ours.append)
@@ -186,7 +186,7 @@ def test_the_paged_variant_attends_through_the_dispatcher(tmp_path, monkeypatch)
 
     monkeypatch.setattr("nanoserve.cache.paged_attention_dispatch", spy)
     paged_path(load_model(save(random_model(), tmp_path)))([5, 9, 33], 3, lambda _: None)
-    assert asked == [3, 3, 4, 4, 5, 5]  # both layers of each step, and the history's length
+    assert asked == [3, 3, 4, 4, 5, 5]  # both layers of each step, and kv_len
 
 
 def count(model, dtype: torch.dtype) -> int:
@@ -205,9 +205,9 @@ def test_the_bytes_of_a_step_are_the_real_models_tensors_and_its_cache():
     weights = count(model, torch.float32)
     assert weights == 538_060_032  # 134,515,008 parameters
     assert bytes_per_token(model.config, 0, torch.float32) == weights
-    history = 30 * 2 * 1000 * 3 * 64 * 4  # layers, k and v, tokens, KV heads, head_dim, float32
-    assert bytes_per_token(model.config, 1000, torch.float32) == weights + history
-    assert bytes_per_token(model.config, 1000, torch.bfloat16) == (weights + history) / 2
+    cached = 30 * 2 * 1000 * 3 * 64 * 4  # layers, k and v, tokens, KV heads, head_dim, float32
+    assert bytes_per_token(model.config, 1000, torch.float32) == weights + cached
+    assert bytes_per_token(model.config, 1000, torch.bfloat16) == (weights + cached) / 2
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -216,7 +216,7 @@ def test_the_bytes_of_a_step_are_counted_for_every_kind(kind, tmp_path):
     assert bytes_per_token(model.config, 0, torch.float32) == count(model, torch.float32)
 
 
-# the read
+# attention
 
 
 FOUR_LAYERS = parse_config(SHAPES | {"model_type": "llama", "num_hidden_layers": 4})
@@ -224,14 +224,14 @@ FOUR_LAYERS = parse_config(SHAPES | {"model_type": "llama", "num_hidden_layers":
 
 @pytest.fixture
 def reads(monkeypatch) -> tuple[ScriptedClock, list[tuple[str, int]]]:
-    """A clock that only the reads move, by scripted seconds, and a log of (path, layer)."""
+    """A clock that only attention moves, by scripted seconds, and a log of (variant, layer)."""
     clock, log = ScriptedClock(), []
     append, fused = PagedKVCache.append, attention.attend_in_place
-    slow = iter([100, 50, 50, 4, 6, 80])  # the check, two warm-ups, then what is timed
+    slow = iter([100, 50, 50, 4, 6, 80])  # the check, two warm-ups, then the timed calls
     quick = iter([200, 70, 70, 3, 1, 2])
 
     def scripted_append(cache, layer, k, v):
-        if k.shape[2] == 1 and cache.seq_len:  # not while the history is laid out
+        if k.shape[2] == 1 and cache.seq_len:  # not while the cache is filled
             clock.now += next(slow)
             log.append(("gather", layer))
         return append(cache, layer, k, v)
@@ -260,7 +260,7 @@ def test_the_variants_take_turns_and_each_reads_the_next_layer_but_never_the_las
     attention_benchmark(FOUR_LAYERS, [37], rounds=3, clock=clock)
     layers = {path: [layer for name, layer in log if name == path] for path in ("gather", "fused")}
     assert layers["gather"] == [1, 2, 0, 1, 2, 0]
-    assert layers["fused"] == [1, 1, 2, 0, 1, 2]  # the check reads one layer; then never the same
+    assert layers["fused"] == [1, 1, 2, 0, 1, 2]  # the check, then each layer in turn
     assert [name for name, _ in log][2:] == ["gather", "fused"] * 5
 
 
@@ -299,7 +299,7 @@ def test_wrong_attention_is_never_timed(broken, monkeypatch):
 
 
 def test_the_two_code_paths_run_the_same_overhead(monkeypatch):
-    """Neither goes through the dispatcher: its checks would be timed in one of the two only."""
+    """Neither calls the dispatcher, whose checks would be timed in only one of the two."""
 
     def dispatched(*args, **kwargs):
         raise AssertionError("the benchmark called the dispatcher")
@@ -322,7 +322,7 @@ def test_a_scattered_cache_lies_in_every_second_block_in_descending_order(kv_len
     blocks = -(-kv_len // BLOCK_SIZE)
     assert cache.table.blocks == list(range(2 * blocks - 1, 0, -2))
     assert cache.pool.allocator.num_free == 0
-    assert cache.seq_len == kv_len - 1  # so that the read can be repeated
+    assert cache.seq_len == kv_len - 1  # so that attention can be repeated
 
 
 def test_a_scattered_cache_holds_other_numbers_in_each_layer_and_the_same_each_time():

@@ -1,4 +1,4 @@
-"""The agreement table: every runtime on the same reads, judged by the tolerance of Day 18."""
+"""The agreement table: every runtime on the same cases, within the tolerance of Day 18."""
 
 import json
 import os
@@ -89,7 +89,7 @@ def test_a_key_too_few_a_key_too_many_and_nan_do_not_agree():
 
     few, many = agreement({"few": few, "many": many}, [SMALL], [torch.float32])
     assert few.used > 100 and not few.agrees
-    assert many.used != many.used and not many.agrees  # NaN: the poison of a stranger's slot
+    assert many.used != many.used and not many.agrees  # NaN: the poison in another sequence's slot
 
 
 @pytest.mark.parametrize(("used", "agrees"), [(0, True), (1, True), (1.001, False)])
@@ -142,7 +142,7 @@ def test_a_run_is_recorded_in_the_folder_that_is_asked_for(monkeypatch, capsys, 
 def test_a_folder_that_is_missing_is_one_line(monkeypatch, capsys, tmp_path):
     with pytest.raises(SystemExit):
         run_main(monkeypatch, ROWS, "--record", str(tmp_path / "none"))
-    assert "record at the root of a clone" in capsys.readouterr().err
+    assert "run this at the root of a clone" in capsys.readouterr().err
 
 
 def test_a_run_that_does_not_agree_is_named_and_not_recorded(monkeypatch, capsys, tmp_path):

@@ -1,4 +1,4 @@
-"""The caches: what they give back, how they grow, and what a failed step leaves."""
+"""The caches: their results, their growth, and their state after a failed step."""
 
 import math
 from dataclasses import dataclass, field, replace
@@ -50,8 +50,8 @@ def test_the_cache_holds_all_steps_one_after_another(steps, capacity):
             given[layer][0].append(k)
             given[layer][1].append(v)
             assert cache.seq_len == sum(steps[:step])  # moves with the last layer alone
-            history = cache.append(layer, k, v)
-            for ours, theirs in zip(history, given[layer], strict=True):
+            returned = cache.append(layer, k, v)
+            for ours, theirs in zip(returned, given[layer], strict=True):
                 assert torch.equal(ours, torch.cat(theirs, dim=2))
     assert cache.seq_len == sum(steps)
 
@@ -114,9 +114,9 @@ def test_a_batch_is_refused_and_changes_nothing():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_cache_has_the_dtype_of_its_first_step(dtype):
     k, v = keys_and_values(3, seed=9)
-    history = NaiveKVCache(CONFIG).append(0, k.to(dtype), v.to(dtype))
-    assert [h.dtype for h in history] == [dtype, dtype]
-    assert torch.equal(history[1], v.to(dtype))
+    returned = NaiveKVCache(CONFIG).append(0, k.to(dtype), v.to(dtype))
+    assert [x.dtype for x in returned] == [dtype, dtype]
+    assert torch.equal(returned[1], v.to(dtype))
 
 
 def test_keys_and_values_do_not_mix():
@@ -339,7 +339,7 @@ def test_what_is_released_is_poisoned_and_its_neighbours_are_not():
 
 @pytest.mark.parametrize("way", ["table", "allocator"])
 def test_a_pool_with_poison_takes_no_block_back_with_its_content(way):
-    """So that nothing goes past release: a later stale read would go unnoticed."""
+    """Without `release` there is no poison, and a later stale read would be unnoticed."""
     pool = small_pool()
     cache = PagedKVCache(pool)
     step(cache, *both_layers(6, seed=1))
@@ -477,7 +477,7 @@ def test_a_write_without_free_blocks_changes_nothing(how):
     step(cache, *both_layers(1, seed=4))  # what fits still goes in
     assert cache.seq_len == 4
     other.free()
-    assert torch.equal(step(cache, k, v)[0][0][:, :, 4:], k[0])  # and with room the rest does
+    assert torch.equal(step(cache, k, v)[0][0][:, :, 4:], k[0])  # now there are enough free blocks
 
 
 def test_a_step_that_fails_half_way_may_be_repeated_with_another():
@@ -514,7 +514,7 @@ def test_free_gives_every_block_back_and_may_be_called_twice():
         assert (cache.seq_len, cache.table.blocks, cache.slot_mapping.tolist()) == (0, [], [])
         assert pool.allocator.num_free == 5
     k, v = both_layers(6, seed=3)
-    assert torch.equal(step(cache, k, v)[1][1], v[1])  # as good as new, with other blocks or not
+    assert torch.equal(step(cache, k, v)[1][1], v[1])  # usable like a new cache
     assert cache.slot_mapping.tolist() == [cache.table.slot(p) for p in range(6)]
 
 
@@ -528,7 +528,7 @@ def test_a_stale_mapping_is_noticed_at_once():
     assert pool.k[0, stale].isnan().any()
 
 
-# the mapping's cost
+# the cost of the mapping
 
 
 class Written(TorchDispatchMode):
@@ -559,8 +559,8 @@ def test_the_mapping_moves_only_when_its_capacity_doubles():
 def test_between_moves_old_entries_are_not_written_again():
     cache = PagedKVCache(small_pool(32, 4))
     step(cache, *both_layers(20, seed=0))
-    step(cache, *both_layers(1, seed=1))  # now there is room for 40
-    cache._slots[:21] = 7  # whoever rebuilt the mapping would mend these
+    step(cache, *both_layers(1, seed=1))  # now the capacity is 40
+    cache._slots[:21] = 7  # rebuilding the mapping would overwrite these
     step(cache, *both_layers(3, seed=2))
     assert cache.slot_mapping.tolist() == [7] * 21 + [cache.table.slot(p) for p in (21, 22, 23)]
 
@@ -569,7 +569,7 @@ def test_between_moves_old_entries_are_not_written_again():
 def test_the_work_of_a_step_does_not_grow_with_the_length(kv_len, monkeypatch):
     cache = PagedKVCache(small_pool(-(-2 * kv_len // 4) + 3, 4))
     step(cache, *both_layers(kv_len, seed=0))
-    step(cache, *both_layers(1, seed=1))  # makes room
+    step(cache, *both_layers(1, seed=1))  # grows the capacity
     asked, slot = [], BlockTable.slot
     monkeypatch.setattr(
         BlockTable, "slot", lambda table, position: asked.append(position) or slot(table, position)
@@ -593,13 +593,13 @@ def test_all_moves_together_cost_a_few_integers_a_token():
     assert written.integers < 12 * 1000
 
 
-# the fused read
+# paged attention
 
 
 def attending(layer_tokens: tuple[int, ...], **options) -> tuple:
-    """Feed steps of so many tokens to a paged cache among others' blocks; the last one attends.
+    """Paged attention in the last of some steps, in a cache between other sequences' blocks.
 
-    (what the fused read gave in layer 0, sdpa over the same keys and values laid out in a row).
+    Returns (its result in layer 0, sdpa over the same keys and values in contiguous memory).
     """
     pool = small_pool(16, 4)
     cache, other = PagedKVCache(pool), PagedKVCache(pool)
@@ -616,11 +616,10 @@ def attending(layer_tokens: tuple[int, ...], **options) -> tuple:
     return ours, sdpa(q, keys, values, **options)
 
 
-# Day 25 restated these four. Until then they said torch.equal, and 1e-6 for the logits: the read
-# was the oracle's own sum, and byte-identity its property, not paging's. A kernel adds the same
-# numbers in another order. So the reads borrow their tolerance from where the approximation is
-# defined, and the logits, which come two layers and a head later, get ten times their old bound.
-# What only moves numbers, scatter and gather, stays equal to the last bit.
+# Day 25 changed the bounds of these four tests. Before, attention was the oracle's own sum: the
+# tests required equal bits, and 1e-6 for the logits. The kernel adds the same numbers in another
+# order. So attention has the shared tolerance, and the logits, two layers and a head later, have
+# ten times their old bound. Scatter and gather only move numbers and are still equal in every bit.
 
 
 def test_pinned_paged_attention_is_contiguous_attention_on_decode():
@@ -647,7 +646,7 @@ def test_pinned_a_two_layer_models_paged_logits_are_the_naive_ones(tmp_path):
 
 
 def test_pinned_scatter_and_gather_still_change_no_bit():
-    """The kernel's write, then append's gather: what came, in every bit, as in a plain strip."""
+    """After the kernel's write, append's gather returns the same bits as a contiguous cache."""
     pool = small_pool(16, 4)
     paged, other, naive = PagedKVCache(pool), PagedKVCache(pool), NaiveKVCache(CONFIG)
     for turn, seq in enumerate((7, 1, 3)):
@@ -687,7 +686,7 @@ def test_attend_writes_as_append_does():
     assert bytes_of(pools[0]) == bytes_of(pools[1])
 
 
-# Day 25's two wiring tests: what the cache hands to the kernel, and what comes of it.
+# Day 25's two wiring tests: the arguments that the cache passes to the kernel, and the result.
 
 
 @pytest.mark.parametrize("layer", [0, 1])
@@ -724,7 +723,7 @@ def test_wiring_the_dispatcher_is_called_once_and_its_result_is_returned_unchang
 def test_wiring_the_caches_pools_give_the_same_through_the_kernel_and_the_oracle(
     layer_tokens, monkeypatch
 ):
-    """The very arguments that the cache hands over, through both, in a pool full of NaN."""
+    """Both backends get the same arguments from the cache, in a pool full of NaN."""
     calls = []
 
     def spy(*args):
@@ -755,7 +754,7 @@ def test_a_model_attends_through_the_paged_cache_in_each_layer_and_gathers_nothi
 
 
 def test_slots_outside_the_mapping_never_reach_the_output():
-    """The rest of the last block, the others' slots and all free ones are NaN."""
+    """The rest of the last block, other sequences' slots and all free slots are NaN."""
     pool = small_pool(16, 4)
     cache = PagedKVCache(pool)
     for seq in (5, 1, 3, 1):
@@ -788,7 +787,7 @@ def test_paged_attention_is_within_tolerance_of_torch_in_float64(n_q, n_kv):
 
 @dataclass
 class Sequence:
-    """A paged cache beside what it was told: per layer, a plain list of [n_kv, head_dim]."""
+    """A paged cache, and its expected content: per layer, a plain list of [n_kv, head_dim]."""
 
     cache: PagedKVCache
     keys: list[list[torch.Tensor]] = field(default_factory=lambda: [[], []])
@@ -796,7 +795,7 @@ class Sequence:
 
 
 class PagedMemory(RuleBasedStateMachine):
-    """Sequences, bare tables and loose blocks on one pool, in any order, to exhaustion and back."""
+    """Sequences, tables and single blocks on one pool, in any order, until no block is free."""
 
     which = st.integers(0, 99)
 
@@ -805,7 +804,7 @@ class PagedMemory(RuleBasedStateMachine):
         self.pool = small_pool(num_blocks, size)
         self.size, self.seed = size, 0
         self.sequences: list[Sequence] = []
-        self.tables: list[tuple[BlockTable, int]] = []  # with the length asked for
+        self.tables: list[tuple[BlockTable, int]] = []  # with the requested length
         self.loose: list[int] = []
 
     def owned(self) -> list[int]:
@@ -846,7 +845,7 @@ class PagedMemory(RuleBasedStateMachine):
         fused=st.booleans(),
     )
     def a_step(self, which, tokens, layers, fused):
-        """All layers of a step, or only the first: then it is as if the step had not been."""
+        """All layers of a step, or only the first layer: then the step must have no effect."""
         self.feed(self.sequences[which % len(self.sequences)], tokens, layers, fused)
 
     @precondition(lambda self: self.sequences)

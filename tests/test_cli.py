@@ -1,4 +1,4 @@
-"""The command line: what it prints, one line for each mistake, and a quiet way out."""
+"""The command line: its output, one line for each mistake, and a quiet exit."""
 
 import os
 import re
@@ -33,7 +33,7 @@ def tiny(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def endless(tmp_path_factory) -> str:
-    """One that talks for minutes."""
+    """A model that generates text for minutes."""
     folder = tmp_path_factory.mktemp("endless")
     return str(write_checkpoint(folder, eos=None, max_position_embeddings=100_000))
 
@@ -48,7 +48,7 @@ def run(monkeypatch, capfd) -> Callable[..., tuple[int, str, str]]:
         try:
             main()
         except SystemExit as end:
-            code = end.code or 0  # None is how a process says that all went well
+            code = end.code or 0  # None means success
         return (code, *capfd.readouterr())
 
     return command
@@ -274,7 +274,7 @@ class Process:
             stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            # as in a terminal, whatever this process was started by
+            # as in a terminal, whatever process started this one
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         self._watchdog = threading.Timer(60, self.process.kill)
@@ -290,7 +290,7 @@ class Process:
         self.process.communicate()
 
     def read_until(self, pattern: bytes) -> None:
-        """Read until `pattern` has come after what was waited for before."""
+        """Read until `pattern` appears after the last match."""
         new = b""
         while not re.search(pattern, new, re.DOTALL):
             piece = os.read(self.process.stdout.fileno(), 1 << 16)
@@ -316,7 +316,7 @@ FOREVER = ("--max-tokens", "100000")
 def test_text_streams_and_ctrl_c_leaves_with_130_and_no_traceback(endless):
     with Process("generate", "he", "--model", endless, *FOREVER) as process:
         process.read_until(b"he.+")
-        assert len(process.seen) < 2000  # and not a buffer of 8 KiB at a time
+        assert len(process.seen) < 2000  # not in buffers of 8 KiB
         process.interrupt()
         code, out, err = process.end()
     assert (code, err.strip()) == (130, "")
@@ -441,7 +441,7 @@ def test_colour_is_for_terminals_that_want_it(env, coloured, tiny):
     try:
         while piece := os.read(ours, 4096):
             seen += piece
-    except OSError:  # how a Linux pty ends
+    except OSError:  # the end of a Linux pty
         pass
     assert process.wait(60) == 0
     os.close(ours)
@@ -478,7 +478,7 @@ def test_doctor_works_where_there_is_nothing(run, monkeypatch, tmp_path):
     monkeypatch.setattr("nanoserve.bench.machine.metadata.version", _missing)
     code, out, err = run("doctor")
     assert (code, err) == (0, "")
-    assert "SmolLM2-135M-Instruct is not there: run `nanoserve fetch`" in out
+    assert "SmolLM2-135M-Instruct does not exist: run `nanoserve fetch`" in out
     assert out.count("not installed") == 7
     assert not (tmp_path / "none").exists()
 
@@ -495,7 +495,7 @@ def test_doctor_names_the_fault_of_a_model_that_is_not_whole(run, monkeypatch, t
     with denied(file):
         code, out, _ = run("doctor")
     assert code == 0
-    assert "config.json is there, but cannot be read: Permission denied" in out
+    assert "config.json exists, but cannot be read: Permission denied" in out
 
 
 def best_device() -> str:
@@ -515,7 +515,7 @@ def test_doctor_says_what_runs_attention_and_why(device, reason, line, monkeypat
     monkeypatch.delenv("NANOSERVE_BACKEND", raising=False)
     monkeypatch.setattr(cli, "_best_device", lambda: device)
     monkeypatch.setattr(dispatch, "why_not_triton", lambda _: reason)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a card")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
     dispatch._warn_fallback.cache_clear()
     assert dict(cli.report())["attention runs"] == line
     assert len(recwarn) == 0
@@ -559,15 +559,17 @@ def test_bench_decode_prints_times_and_ratios(cached, run, tiny, monkeypatch):
     for context, group in {"5": lines[1 : 1 + each], "20": lines[1 + each :]}.items():
         timed, ratios = group[: len(names)], group[len(names) :]
         for line, name in zip(timed, names, strict=True):
-            assert re.match(rf" +{context} tokens  {name} +first +[\d.]+ ms  then +[\d.]+ ms", line)
+            assert re.match(rf" +{context} tokens  {name} +TTFT +[\d.]+ ms  TPOT +[\d.]+ ms", line)
             assert ("of peak" in line) == cached
         theirs = timed.pop(1)
         for ours, ratio in zip(timed, ratios, strict=True):
             shown = re.fullmatch(
-                r" +(\w+), speed over transformers: first token ([\d.]+), decode ([\d.]+)", ratio
+                r" +(\w+) is ([\d.]+) times as fast as transformers"
+                r" in TTFT, ([\d.]+) times in TPOT",
+                ratio,
             )
             assert shown[1] in ours
-            for number, word in ((shown[2], "first"), (shown[3], "then")):
+            for number, word in ((shown[2], "TTFT"), (shown[3], "TPOT")):
                 expected = _number(word, theirs) / _number(word, ours)
                 assert float(number) == pytest.approx(expected, rel=0.2)
 
@@ -580,7 +582,7 @@ def test_bench_decode_shows_no_time_for_a_wrong_answer(run, tiny, monkeypatch):
     monkeypatch.setattr("nanoserve.model.rms_norm", lambda x, weight, eps: x)
     code, out, err = run("bench", "decode", "--model", tiny, "--context", "5", "--tokens", "3")
     assert (code, out) == (2, "")
-    assert err.endswith("nanoserve: nanoserve and transformers differ after 5 tokens\n")
+    assert err.endswith("nanoserve: nanoserve and transformers differ at prompt length 5\n")
 
 
 # course

@@ -1,4 +1,4 @@
-"""The kernel compiled for GPUs that are not here: a T4, an A100, an H100, a B200."""
+"""The kernel compiled for GPUs that this machine need not have: T4, A100, H100, B200."""
 
 from typing import Any
 
@@ -13,14 +13,14 @@ from nanoserve.kernels.dispatch import launch
 from nanoserve.kernels.paged_attention import paged_attention_kernel
 from tests.attention_cases import AttentionCase, tensors
 
-CARDS = (75, 80, 90, 100)  # T4, A100, H100, B200
+GPUS = (75, 80, 90, 100)  # T4, A100, H100, B200
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-TYPES = [(cc, dtype) for cc in CARDS for dtype in DTYPES if cc >= 80 or dtype != torch.bfloat16]
+TYPES = [(cc, dtype) for cc in GPUS for dtype in DTYPES if cc >= 80 or dtype != torch.bfloat16]
 KIB = 1024
 
 
 class Recorder:
-    """Stands for the kernel in a launch, and keeps what it was launched with."""
+    """Replaces the kernel in a launch and stores the launch's arguments."""
 
     def __getitem__(self, grid: tuple[int, ...]) -> "Recorder":
         return self
@@ -31,7 +31,7 @@ class Recorder:
 
 
 def compiled(case: AttentionCase, capability: int) -> tuple[Any, dict[str, Any]]:
-    """The kernel as the launcher would have it compiled for a read, and what it would be given."""
+    """The kernel as the launcher compiles it for one call, and the arguments of that call."""
     recorder = Recorder()
     launch(recorder, *tensors(case))
     given, parameters = recorder.given, paged_attention_kernel.params
@@ -58,7 +58,7 @@ def test_it_compiles_for_every_gpu_and_fits_there(capability, dtype, head_dim):
     assert kernel.asm["cubin"]
     assert kernel.metadata.target.arch == capability
     assert kernel.metadata.shared <= 16 * KIB  # a T4 has 64 KiB for a block of threads
-    # keys and values move 16 bytes at a time: no thread picks single numbers out of a row
+    # keys and values are loaded 16 bytes at a time, never as single numbers of a row
     pools = 2 * given["TILE"] * head_dim * dtype.itemsize
     threads = 32 * kernel.metadata.num_warps
     assert kernel.asm["ptx"].count("ld.global.v4.b32") >= pools // (16 * threads)

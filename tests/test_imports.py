@@ -1,4 +1,4 @@
-"""Imports point one way: no cycle between the package's modules, lazy imports included."""
+"""No import cycle between the package's modules, lazy imports included."""
 
 import ast
 from graphlib import TopologicalSorter

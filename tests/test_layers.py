@@ -1,4 +1,4 @@
-"""Each piece of a block, against torch's own, against transformers, or against a closed form."""
+"""Each part of a block, compared with torch, with transformers, or with a closed form."""
 
 import math
 
@@ -257,7 +257,7 @@ def test_a_changed_future_token_changes_nothing_before_it(seq):
 
 
 def test_a_tile_never_touches_keys_after_its_last_query():
-    """NaN times a weight of zero is NaN: a read beyond would show."""
+    """NaN times a weight of zero is NaN, so a product with a later value would be noticed."""
     seq = 2 * QUERY_TILE
     q, k, v = torch.randn(1, 2, seq, 8), torch.randn(1, 1, seq, 8), torch.randn(1, 1, seq, 8)
     v[:, :, QUERY_TILE:] = torch.nan
@@ -342,7 +342,7 @@ def test_a_layer_equals_that_of_transformers(kind, part):
     ],
 )
 def test_weights_in_the_wrong_place_are_far_from_transformers(mistake, change):
-    """The gate above is no formality: the classical mistakes are far outside it."""
+    """The bound above is strict enough: the classical mistakes are far outside it."""
     model = random_model()
     config, x = parse_config(model.config.to_dict()), torch.randn(2, 5, 48)
     theirs, layer = their_layer(model, x, "block"), layer_of(model, 1)

@@ -1,4 +1,4 @@
-"""What `make test` and its kin run: the steps, the oldest versions, and the CI workflow."""
+"""The steps of `make test` and its variants, the oldest versions, and the CI workflow."""
 
 import re
 import tomllib

@@ -1,4 +1,4 @@
-"""Token ids in, logits out: held to transformers on the same weights."""
+"""From token ids to logits, compared with transformers on the same weights."""
 
 import json
 import subprocess
@@ -174,7 +174,7 @@ def test_another_dtype_comes_near_float32(dtype, tmp_path):
 
 
 def test_bfloat16_at_a_far_position_sees_the_distance_that_float32_sees(tmp_path):
-    """Were positions rounded to bfloat16, tokens 15,936 to 15,999 would share one angle."""
+    """With positions rounded to bfloat16, tokens 15,936 to 15,999 would have the same angle."""
     folder = save(random_model(max_position_embeddings=16_384), tmp_path)
     model = load_model(folder, dtype=torch.bfloat16)
     cos, sin = model._rope(0, 15_963)

@@ -1,4 +1,4 @@
-"""The oracle is transformers itself, asked three questions."""
+"""The oracle: transformers itself, with three functions around it."""
 
 import pytest
 import torch
@@ -108,7 +108,7 @@ def test_capture_sees_what_went_in_and_out(oracle):
 
 
 def test_capture_takes_the_tensor_of_a_module_that_gives_several_or_is_called_by_keyword(oracle):
-    name = "model.layers.0.self_attn"  # gives (output, weights), and gets hidden_states by keyword
+    name = "model.layers.0.self_attn"  # returns (output, weights), gets hidden_states by keyword
     seen = oracle.capture(IDS, [name, "model.layers.0.input_layernorm"])
     assert torch.equal(seen[name].input, seen["model.layers.0.input_layernorm"].output)
     assert seen[name].output.shape == (1, 6, 48)

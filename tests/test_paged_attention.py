@@ -1,4 +1,4 @@
-"""The paged attention kernel under tlsim: held to the oracle, its memory watched, faults seen."""
+"""The paged attention kernel under tlsim: the oracle's results, memory checks, planted faults."""
 
 import importlib.util
 from pathlib import Path
@@ -52,7 +52,7 @@ def test_the_content_of_other_slots_changes_no_bit(case):
 
 
 def test_the_results_of_different_cases_differ():
-    """Or a comparison could pass that compares nothing."""
+    """Otherwise a comparison that compares nothing could pass."""
     case = AttentionCase(6, 2, 14, 5, 37)
     changed = [
         AttentionCase(6, 2, 14, 5, 37, scale=0.5),
@@ -66,9 +66,9 @@ def test_the_results_of_different_cases_differ():
 
 @pytest.fixture
 def past_32_bits() -> tuple[torch.Tensor, torch.Tensor]:
-    """k_pool and v_pool [4,194,404, 2, 128] side by side: 2**32 numbers, of which few are touched.
+    """k_pool and v_pool [4,194,404, 2, 128] side by side: 2**32 numbers, few of them used.
 
-    Memory that nobody writes to costs nothing: the system finds it when it is first touched.
+    Unused memory costs nothing: the operating system allocates a page at its first use.
     """
     both = torch.empty((1 << 22) + 100, 2, 2, 128, dtype=torch.float16)
     return both[:, 0], both[:, 1]
@@ -124,7 +124,7 @@ def faulty(tmp_path: Path, old: str, new: str) -> tlsim.launch.Kernel:
 
 
 def wrong(kernel: tlsim.launch.Kernel, case: AttentionCase) -> bool:
-    """Whether a read shows that the kernel is wrong, by its answer or by tlsim's checks."""
+    """Whether a case shows that the kernel is wrong, by its result or by tlsim's checks."""
     try:
         with tlsim.options(poison=True):
             assert_expected(launch(kernel, *tensors(case), tile=case.tile), case)

@@ -1,4 +1,4 @@
-"""The oracle of the paged read: equal to attention over contiguous K/V, wherever the slots lie."""
+"""The oracle of paged attention equals attention over contiguous K/V, whatever the slots."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def drawn(n_q, n_kv, query_len, kv_len, head_dim=8, seed=0, dtype=torch.float32)
 
 
 def laid_out(kv_len: int, layout: str, size: int = 4, seed: int = 0) -> tuple[torch.Tensor, int]:
-    """(slot_mapping, num_slots): every second block of `size`, or slots from anywhere at all."""
+    """(slot_mapping, num_slots): every second block of `size`, or random slots."""
     blocks = -(-kv_len // size)
     num_slots = 2 * blocks * size
     if layout == "scattered":
@@ -48,7 +48,7 @@ def paged(q, k, v, layout="scattered", scale=None, seed=0) -> torch.Tensor:
 
 
 def float64_attention(q, k, v, scale=None) -> torch.Tensor:
-    """torch's own, in float64, with the causal mask written out position by position."""
+    """torch's own attention in float64, with the causal mask written position by position."""
     query_len, kv_len, n_rep = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
     mask = torch.tensor(
         [[key <= kv_len - query_len + i for key in range(kv_len)] for i in range(query_len)]

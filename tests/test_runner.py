@@ -1,4 +1,4 @@
-"""The runner: the cache's own read, gated by the oracle, timed with a scripted clock."""
+"""The runner: the cache's own attention, checked by the oracle, timed with a scripted clock."""
 
 import json
 import sys
@@ -31,7 +31,7 @@ def few_layers(monkeypatch):
 
 
 def contiguous(cache, layer, kv_len, x):
-    """[1, n_kv, kv_len, d]: what a layer holds, token after token, with this step's behind."""
+    """[1, n_kv, kv_len, d]: the content of a layer, oldest token first, this step's included."""
     pool, new = x
     held = [pool[layer, cache.table.slot(p)] for p in range(kv_len - 1)]
     return torch.stack([*held, new[0, :, 0]], dim=1)[None]
@@ -132,9 +132,10 @@ def test_the_check_accepts_differences_within_the_tolerance_of_the_dtype():
 
 @pytest.fixture
 def reads(monkeypatch):
-    """A clock that only the dispatched read moves, by scripted seconds, and a log of its layers."""
+    """A clock that only dispatched attention moves, by scripted seconds; a log of its layers."""
     clock, log, honest = ScriptedClock(), [], PagedKVCache.paged_attention
-    seconds = iter([100, 100, 50, 50, 4, 6, 80])  # the gate's two layers, two warm-ups, the rest
+    # the two layers of the check, two warm-ups, the timed calls
+    seconds = iter([100, 100, 50, 50, 4, 6, 80])
 
     def scripted(cache, layer, *args):
         clock.now += next(seconds)
@@ -153,7 +154,7 @@ def test_the_rows_are_medians_and_the_bytes_of_one_layers_cache(reads):
     assert [(r.path, r.kv_len, r.bytes) for r in rows] == [
         (path, 37, moved) for path in ("dispatched", "gather", "reference")
     ]
-    assert log == [0, 3, 0, 1, 2, 3, 0]  # the gate: the first and the last; then each in turn
+    assert log == [0, 3, 0, 1, 2, 3, 0]  # the check: first and last layer; then each in turn
 
 
 def test_as_many_layers_are_laid_out_as_fill_the_rotation(monkeypatch):
@@ -170,10 +171,10 @@ def test_as_many_layers_are_laid_out_as_fill_the_rotation(monkeypatch):
 
 
 def test_a_burst_on_a_gpu_is_one_steps_attention_and_its_time_is_shared(monkeypatch):
-    """Without a card: only the answer to 'which device' is changed."""
+    """Without a GPU: only the answer to 'which device' is changed."""
     real = torch.device
     monkeypatch.setattr(runner, "scattered_cache", lambda c, h, d, _: scattered_cache(c, h, d))
-    monkeypatch.setattr(runner.torch, "device", lambda d: real("cuda") if d == "card" else real(d))
+    monkeypatch.setattr(runner.torch, "device", lambda d: real("cuda") if d == "gpu" else real(d))
     clock, calls, honest = ScriptedClock(), [], PagedKVCache.paged_attention
 
     def scripted(cache, layer, *args):
@@ -182,7 +183,7 @@ def test_a_burst_on_a_gpu_is_one_steps_attention_and_its_time_is_shared(monkeypa
         return honest(cache, layer, *args)
 
     monkeypatch.setattr(PagedKVCache, "paged_attention", scripted)
-    rows = cache_benchmark(SMALL, [37], device="card", rounds=1, clock=clock)
+    rows = cache_benchmark(SMALL, [37], device="gpu", rounds=1, clock=clock)
     assert rows[0].seconds == 2
     assert len(calls) == 2 + 3 * SMALL.num_layers  # the check_paths, two warm-ups, one round
 

@@ -1,4 +1,4 @@
-"""Sampling: the masks are transformers', the draws follow the distribution, seeds repeat."""
+"""Sampling: masks equal transformers', draws follow the distribution, seeds repeat them."""
 
 import math
 from collections import Counter
@@ -47,7 +47,7 @@ def logits_of(values: st.SearchStrategy[float]) -> st.SearchStrategy[torch.Tenso
 
 
 def theirs(processor, logits: torch.Tensor, ids: torch.Tensor = NO_IDS) -> torch.Tensor:
-    """transformers' answer; it wants a batch and may write into it."""
+    """The result of transformers, which needs a batch and may write into it."""
     return processor(ids, logits.clone()[None])[0]
 
 
@@ -79,8 +79,8 @@ class TestMasksAreTransformers:
         ids = st.lists(st.integers(0, len(logits) - 1), max_size=6)
         prompt, output = data.draw(ids), data.draw(ids)
         got = apply_penalties(logits, prompt, output, SamplingParams(repetition_penalty=penalty))
-        history = torch.tensor([prompt + output], dtype=torch.long)
-        expected = theirs(RepetitionPenaltyLogitsProcessor(penalty), logits, history)
+        seen = torch.tensor([prompt + output], dtype=torch.long)
+        expected = theirs(RepetitionPenaltyLogitsProcessor(penalty), logits, seen)
         assert torch.equal(got, expected)
 
     @pytest.mark.parametrize("distinct", [3, 40, 5000])
@@ -111,8 +111,8 @@ class TestMasksAreTransformers:
         chain += [TopKLogitsWarper(top_k)] if top_k else []
         chain += [TopPLogitsWarper(top_p)] if top_p < 1 else []
         chain += [MinPLogitsWarper(min_p)]
-        history = torch.tensor([prompt], dtype=torch.long)
-        expected = theirs(LogitsProcessorList(chain), logits, history).softmax(-1)
+        seen = torch.tensor([prompt], dtype=torch.long)
+        expected = theirs(LogitsProcessorList(chain), logits, seen).softmax(-1)
         params = SamplingParams(
             temperature=temperature,
             top_k=top_k,

@@ -1,4 +1,4 @@
-"""The fit of a sweep: closed forms, numpy's own least squares, and what is refused."""
+"""The fit of a sweep: closed forms, numpy's own least squares, and refused arguments."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Whatever a kernel addresses is passed with its strides, or refused by an error with its name."""
+"""Each tensor of a kernel is passed with its strides, or refused by an error with its name."""
 
 import pytest
 import torch
@@ -70,7 +70,7 @@ def test_a_head_dim_that_is_not_contiguous_is_refused_by_name(random, which):
 
 
 def test_a_column_of_a_table_is_a_slot_mapping():
-    """The example that was found: the kernel read the table's memory as if it were the column."""
+    """The fault that was found: the kernel took the table's memory for that of the column."""
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(1, 6, 3, 8, generator=generator)
     k_pool, v_pool = torch.randn(2, 40, 2, 8, generator=generator)

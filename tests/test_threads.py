@@ -9,7 +9,7 @@ import torch
 
 from nanoserve import cli, threads
 
-# Prints the setting at the moment when nanoserve first asks for torch, and ends there.
+# Prints the setting when nanoserve first imports torch, then exits.
 BEFORE_TORCH = """
 import os, sys
 class Torch:

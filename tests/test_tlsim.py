@@ -1,5 +1,5 @@
-"""tlsim: Triton's language and its rules, in torch. No Triton is needed here; tests/interpreted
-holds the two against each other."""
+"""tlsim: Triton's language and its rules, in torch. These tests need no Triton; tests/interpreted
+compares the two."""
 
 import inspect
 import types
@@ -20,7 +20,7 @@ def call(f: tl.constexpr, results: tl.constexpr):
 
 
 def of(f, grid=(1,)) -> Value:
-    """What f, written in tl, gives in a kernel."""
+    """The result of f, written in tl, in a kernel."""
     results = []
     call[grid](f, results)
     return results[0]
@@ -37,7 +37,7 @@ def block(*numbers, dtype=torch.int32) -> Value:
 
 
 def line_of(kernel, text: str) -> int:
-    """The line of this file where a kernel says `text`."""
+    """The line of this file with `text`, in a kernel."""
     lines, first = inspect.getsourcelines(kernel.fn)
     return first + next(i for i, line in enumerate(lines) if text in line)
 
@@ -213,7 +213,7 @@ def test_dot_is_the_matrix_product_in_float32():
 
 def test_dot_refuses_what_tensor_cores_do_not_do():
     blocks = {n: lambda n=n, dtype=tl.float32: tl.zeros((n, n), dtype) for n in (8, 16, 32)}
-    with refuses("over 16 lanes at least, as tensor cores do: 8"):
+    with refuses("over at least 16 lanes, got 8"):
         of(lambda: tl.dot(blocks[8](), blocks[8]()))
     with refuses(r"cannot multiply \[16, 16\] by \[32, 32\]"):
         of(lambda: tl.dot(blocks[16](), blocks[32]()))
@@ -288,9 +288,9 @@ def test_a_pointer_is_moved_by_integers_alone():
         lambda p: -p,
         lambda p: p > 0,
     ):
-        with refuses("a pointer into x_ptr allows only \+ and - of integers"):
+        with refuses(r"a pointer into x_ptr allows only \+ and - of integers"):
             kernel[(1,)](wrong, x)
-    with refuses("is no number"):
+    with refuses("cannot be cast"):
         kernel[(1,)](lambda p: p.to(tl.int64), x)
     with refuses("tl.load needs pointers, got torch.int32"):
         kernel[(1,)](lambda p: tl.load(tl.arange(0, 4)), x)
@@ -528,7 +528,7 @@ def test_a_trace_counts_what_is_read_twice_once_where_asked_what_is_needed():
 
 @tlsim.jit
 def sums(x_ptr, lengths_ptr, out_ptr, turns_ptr, stride, BLOCK: tl.constexpr):
-    """The sum of each program's row, which has a length of its own."""
+    """The sum of each program's row; each row has its own length."""
     row = tl.program_id(0)
     n = tl.load(lengths_ptr + row)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -804,9 +804,9 @@ def test_arguments_that_do_not_fit_are_refused_by_name():
         copy[(1,)](x, x, 4, 4, BLOK=4)
     with pytest.raises(TypeError, match="copy: n must not be a str"):
         copy[(1,)](x, x, "4", BLOCK=4)
-    with refuses("launch one with kernel\\[grid\\]"):
+    with refuses("launch a kernel with kernel\\[grid\\]"):
         copy(x, x, 4, 4)
-    with refuses("belongs in a kernel"):
+    with refuses("works only inside a kernel"):
         tl.program_id(0)
 
 

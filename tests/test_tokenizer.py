@@ -1,4 +1,4 @@
-"""Text to ids and back, for the real tokenizer and for small ones of every make."""
+"""Text to ids and back, for the real tokenizer and for small tokenizers of every kind."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -501,6 +501,6 @@ def test_sentence_piece_comes_back(text):
 
 
 def test_sentence_piece_streams_its_spaces():
-    """A continuation keeps the space of its first word; only a whole text's own is dropped."""
+    """A continuation keeps the space before its first word; the start of a text drops it."""
     prompt, ids = SENTENCE_PIECE.encode("hello"), SENTENCE_PIECE.encode("world 🍕")
     assert "".join(stream(ids, [1, *prompt], SENTENCE_PIECE)) == " world 🍕"

@@ -162,7 +162,7 @@ def test_a_surplus_tensor_is_named(folder, name):
 def test_a_misshapen_tensor_is_named_with_both_shapes(folder, name, shape, monkeypatch):
     rewrite(folder, lambda tensors: tensors.update({name: torch.zeros(shape)}))
     monkeypatch.setattr("torch.Tensor.to", None)  # no value is read before the shapes are known
-    said = rf"tensor {name} has shape \[{', '.join(map(str, shape))}\], the config asks for \["
+    said = rf"tensor {name} has shape \[{', '.join(map(str, shape))}\], but the config requires \["
     with pytest.raises(ValueError, match=said):
         load(folder)
 
@@ -206,14 +206,14 @@ def test_a_separate_head_that_the_file_holds_is_the_head(folder):
 
 
 def test_a_separate_head_that_the_file_lacks_is_refused(folder):
-    """transformers would draw a random one."""
+    """transformers would initialise a random head."""
     rewrite(folder, lambda tensors: tensors.pop("lm_head.weight"))
     with pytest.raises(ValueError, match=r"lm_head.weight is missing, and tie_word_embeddings"):
         load(folder)
 
 
 def test_a_tied_head_that_the_file_holds_with_other_values_is_refused(folder):
-    """transformers would not tie it, against the config's word."""
+    """transformers would not tie it, although the config says that it is tied."""
     edit_json(folder / "config.json", tie_word_embeddings=True)
     with pytest.raises(ValueError, match=r"lm_head.weight differs .* tie_word_embeddings is true"):
         load(folder)

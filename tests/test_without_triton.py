@@ -1,4 +1,4 @@
-"""Where there is no Triton to install, as on macOS and Windows: everything imports, tlsim runs."""
+"""Without Triton, as on macOS and Windows: everything imports, and tlsim runs the kernel."""
 
 import json
 import subprocess

@@ -68,6 +68,7 @@ class AgreementRow:
 
     @property
     def agrees(self) -> bool:
+        """Whether every element is within the tolerance."""
         return self.used <= 1  # False for NaN
 
 

@@ -51,7 +51,7 @@ def decode_benchmark(
         expected = paths[reference](prompt, tokens, lambda _: None)
         for name, path in paths.items():
             if path(prompt, tokens, lambda _: None) != expected:
-                raise WrongAnswer(f"{name} and {reference} differ after {len(prompt)} tokens")
+                raise WrongAnswer(f"{name} and {reference} differ at prompt length {len(prompt)}")
         times: dict[str, list[list[float]]] = {name: [] for name in paths}
         for _ in range(rounds):
             for name, path in paths.items():

@@ -167,10 +167,10 @@ def diagnose(
 ) -> Wrong | None:
     """The known mistake that explains why case number i failed, or None.
 
-    A candidate is a mistake that fails this case with the same outcome. Candidates that pass every
-    case that the answer passes come first. Then the candidate with the same outcome in most cases
-    comes first, then the earlier one. Many answers give an exception, a single number, or any value
-    where an exception is expected. For such outcomes only candidates of the first kind count.
+    A candidate is a mistake that fails this case with the same outcome. A candidate that passes
+    every case that the answer passes is preferred, then the one with most equal outcomes, then the
+    earlier one. Some outcomes are common: an exception, a single number, or any value where an
+    exception is expected. For a common outcome, only a candidate of the preferred kind counts.
     """
     if trials[i].message is None or _unwritten(trials[i].outcome):
         return None

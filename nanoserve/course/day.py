@@ -1,4 +1,4 @@
-"""Day: what a notebook calls `today`."""
+"""The class Day: the object `today` of a notebook."""
 
 from __future__ import annotations
 

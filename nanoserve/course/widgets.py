@@ -28,7 +28,7 @@ Bound = float | Callable[[dict[str, Any]], float]
 
 
 class Control:
-    """A control: its kind, first value and options. ipywidgets is imported only by `build`.
+    """A control: its kind, first value and options. Only `build` needs ipywidgets.
 
     An option may be a function of all controls' values, such as the upper bound of a slider that
     depends on another control.

@@ -131,18 +131,18 @@ def check_attention(
     kv_len = len(slot_mapping)
     if not 1 <= query_len <= kv_len:
         raise ValueError(
-            f"q has {query_len} positions and slot_mapping {kv_len}: the mapping must include q's"
+            f"q has {query_len} positions, and must have 1 to slot_mapping's kv_len, {kv_len}"
         )
     if q.dtype not in DTYPES:
         raise ValueError(f"q must be float32, float16 or bfloat16, got {q.dtype}")
     for name, x in (("q", q), ("k_pool", k_pool), ("v_pool", v_pool)):
         if x.dtype != q.dtype:
-            raise ValueError(f"{name} is {x.dtype} and q {q.dtype}: all must be the same")
+            raise ValueError(f"{name} and q must have one dtype, got {x.dtype} and {q.dtype}")
         if x.stride(-1) != 1:
             raise ValueError(f"{name}'s head_dim must be contiguous, got stride {x.stride(-1)}")
     for name, x in (("k_pool", k_pool), ("v_pool", v_pool), ("slot_mapping", slot_mapping)):
         if x.device != q.device:
-            raise ValueError(f"{name} lies on {x.device} and q on {q.device}")
+            raise ValueError(f"{name} is on {x.device}, but q is on {q.device}")
     if check_slots is None:
         check_slots = q.device.type == "cpu" or os.environ.get("NANOSERVE_CHECK_SLOTS") == "1"
     if check_slots:

@@ -47,13 +47,12 @@ today.picture("engine")
 # which takes a minute.
 
 # %%
-from textwrap import fill
-
 from nanoserve import LLM, SamplingParams
+from nanoserve.course.show import wrapped
 
 llm = LLM("smollm2")
 question = [{"role": "user", "content": "What is gravity?"}]
-print(fill(llm.chat(question, SamplingParams(max_tokens=48)).text, 100))
+print(wrapped(llm.chat(question, SamplingParams(max_tokens=48)).text))
 
 # %% [markdown]
 # The model has 135 million parameters, which is small: it will tell you untrue things in good

@@ -125,7 +125,7 @@ class Oracle:
         on_token: Callable[[int], None] | None = None,
         stop: bool = True,
     ) -> list[int]:
-        """The greedy continuation of a prompt: at most max_tokens ids, an end token included.
+        """Return the greedy continuation of a prompt: at most max_tokens ids, end token included.
 
         Calls on_token with each id. With stop=False, generation continues after an end token.
         """
@@ -169,7 +169,7 @@ class Oracle:
 
 
 class _Streamer:
-    """transformers calls put() with the prompt, then with each token."""
+    """A streamer for transformers, which calls put() with the prompt, then with each token."""
 
     def __init__(self, on_token: Callable[[int], None]) -> None:
         self._on_token, self._prompt_seen = on_token, False
@@ -188,7 +188,10 @@ def load_oracle(
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
 ) -> Oracle:
-    """Load the same folder as load_model, with transformers."""
+    """Load a model with transformers; source, dtype and device as for load_model.
+
+    Raises ValueError for an unknown source.
+    """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 

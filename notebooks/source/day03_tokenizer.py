@@ -80,7 +80,7 @@ for character in "eé語🍕":
 # %% jupyter={"source_hidden": true}
 # lands in nanoserve/tokenizer.py: byte_alphabet
 def byte_alphabet() -> dict[str, int]:
-    """The 256 printable characters that stand for the 256 bytes in a byte-level vocabulary (GPT-2).
+    """{character: byte}: how a byte-level vocabulary (GPT-2) writes the 256 bytes as characters.
 
     A printable Latin-1 byte stands for itself; the 68 others take the characters from U+0100 on,
     in order, so that a space is "Ġ" and a newline "Ċ".
@@ -259,7 +259,7 @@ class Tokenizer:
     """A checkpoint's own tokenizer: text to token ids and back, and its chat template."""
 
     def __init__(self, tokenizer_json: str, config: dict) -> None:
-        """tokenizer_json: the text of that file; config: the content of tokenizer_config.json."""
+        """Takes the text of tokenizer.json and the content of tokenizer_config.json."""
         self._config = config
         self._full = tokenizers.Tokenizer.from_str(tokenizer_json)
         self._lock = threading.Lock()  # encode() switches a setting of _full
@@ -273,10 +273,10 @@ class Tokenizer:
     def encode(self, text: str, parse_special: bool = False) -> list[int]:
         """Text to token ids, without a prefix.
 
-        Special tokens in the text become ids only with parse_special; other added tokens, such as
-        <think>, always do. A byte that no token spells is dropped, as the checkpoint's own
-        tokenizer does (SmolLM2 lacks six control characters). Raises ValueError for text with a
-        lone surrogate.
+        A special token in the text becomes one id only with parse_special. Other added tokens, such
+        as <think>, always become one id. A byte without a token is dropped, as in the checkpoint's
+        own tokenizer (SmolLM2 has no tokens for six control characters). Raises ValueError for text
+        with a lone surrogate.
         """
         try:
             text.encode("utf-8")
@@ -298,7 +298,8 @@ class Tokenizer(Tokenizer):
     def decode(self, ids: Sequence[int], skip_special: bool = False) -> str:
         """Token ids to a whole text; bytes that are not UTF-8 become U+FFFD.
 
-        Raises ValueError for an id outside the vocabulary.
+        With skip_special, special tokens are left out. Raises ValueError for an id outside the
+        vocabulary.
         """
         kept = (i for i in ids if not (skip_special and self.is_special(i)))
         text = b"".join(map(self.token_bytes, kept)).decode("utf-8", errors="replace")
@@ -353,8 +354,8 @@ def load_tokenizer(source: str | Path = "smollm2") -> Tokenizer:
 
 
 def _read_folder(folder: Path) -> tuple[str, dict]:
-    """The text of tokenizer.json, and the content of tokenizer_config.json and what belongs to it:
-    the names in special_tokens_map.json and the template in chat_template.jinja."""
+    """Return the text of tokenizer.json and the content of tokenizer_config.json. The names in
+    special_tokens_map.json and the template in chat_template.jinja are added to the content."""
     file, config_file = folder / "tokenizer.json", folder / "tokenizer_config.json"
     if not file.exists():
         raise ValueError(f"{file} is missing (a tokenizer.model alone is not supported)")
@@ -481,7 +482,7 @@ class Tokenizer(Tokenizer):
     def prefix_ids(self) -> list[int]:
         """The ids that the checkpoint's tokenizer puts before a text: its BOS token, or nothing.
 
-        Only the post-processor of tokenizer.json counts, as in transformers 5.
+        Only the post-processor of tokenizer.json decides, as in transformers 5.
         """
         encoded = self._full.encode("a")
         marked = zip(encoded.ids, encoded.special_tokens_mask, strict=True)
@@ -500,7 +501,7 @@ class Tokenizer(Tokenizer):
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         template = self._config.get("chat_template")
-        if isinstance(template, list):  # several by name, as some checkpoints have
+        if isinstance(template, list):  # some checkpoints have several, by name
             template = {each["name"]: each["template"] for each in template}.get("default")
         if not template:
             raise ValueError("this checkpoint has no chat template; use generate with plain text")
@@ -529,10 +530,10 @@ class Tokenizer(Tokenizer):
                 **names,
             )
         except Exception as error:  # a template can raise anything
-            raise ValueError(f"the chat template refuses these messages: {error}") from None
+            raise ValueError(f"the chat template failed on these messages: {error}") from None
 
     def _name(self, role: str) -> str | None:
-        """The text of a special token; a config stores a string, or a dictionary with it."""
+        """The text of a special token, which the config stores as a string or in a dictionary."""
         token = self._config.get(role)
         return token.get("content") if isinstance(token, dict) else token
 
@@ -651,9 +652,9 @@ today.check(Detokenizer)
 class Detokenizer:
     """Turns a stream of token ids into pieces of text that end on whole characters.
 
-    All pieces and finish() joined equal the text of all ids decoded at once, except that the space
-    of SentencePiece's first word stays. The bytes of an incomplete character are held back, those
-    at the end of the prompt included.
+    All pieces and finish(), joined, equal the text of all ids decoded at once, except that the
+    space before SentencePiece's first word stays. The bytes of an incomplete character are held
+    back until the character is complete, also at the end of the prompt.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = ()) -> None:
@@ -663,13 +664,13 @@ class Detokenizer:
             self.add(token_id)
 
     def add(self, token_id: int) -> str:
-        """The text that is complete with this token: often a word, sometimes ""."""
+        """Return the text that this token completes: often a word, sometimes ""."""
         if token_id >= self._tokenizer.vocab_size or self._tokenizer.is_special(token_id):
             return ""  # a model's vocabulary may be larger than its tokenizer's
         return self._decoder.decode(self._tokenizer.token_bytes(token_id))
 
     def finish(self) -> str:
-        """The rest: U+FFFD if the stream ended inside a character, else ""."""
+        """Return the rest: U+FFFD if the stream ended inside a character, else ""."""
         return self._decoder.decode(b"", final=True)
 
 

@@ -137,10 +137,12 @@ class Model:
 
     @property
     def device(self) -> torch.device:
+        """The device of the weights."""
         return self.weights["lm_head.weight"].device
 
     @property
     def dtype(self) -> torch.dtype:
+        """The dtype of the weights and activations."""
         return self.weights["lm_head.weight"].dtype
 
     def _rope(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -192,7 +194,7 @@ today.check(hidden)
 # lands in nanoserve/model.py: Model.hidden, Model._check
 class Model(Model):
     def hidden(self, ids: torch.Tensor, cache: Cache | None = None) -> torch.Tensor:
-        """The last block's output, normed: ids [batch, seq] -> [batch, seq, hidden]."""
+        """The final norm's output: ids [batch, seq] -> [batch, seq, hidden]; errors as __call__."""
         self._check(ids)
         start = 0 if cache is None else cache.seq_len
         cos, sin = self._rope(start, start + ids.shape[1])
@@ -206,7 +208,7 @@ class Model(Model):
             raise ValueError(
                 f"ids must be integers [batch, seq], got {ids.dtype} {list(ids.shape)}"
             )
-        if ids.device.type == "cpu":  # on a GPU, reading them would wait for all queued work
+        if ids.device.type == "cpu":  # on a GPU, reading the ids would wait for all queued work
             low, high = (int(i) for i in ids.aminmax())
             if low < 0 or high >= self.config.vocab_size:
                 raise ValueError(

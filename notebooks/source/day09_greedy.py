@@ -88,7 +88,7 @@ from nanoserve.model import Model
 def next_logits(model: Model, ids: Sequence[int], cache: Cache | None = None) -> torch.Tensor:
     """The logits of the token after ids: float32 [vocab].
 
-    Computes the head for the last position only: it is a fifth of SmolLM2's weights.
+    Computes the head for the last position only: the head is a fifth of SmolLM2's weights.
     """
     hidden = model.hidden(torch.tensor([ids], device=model.device), cache)
     return model.head(hidden[0, -1]).float()

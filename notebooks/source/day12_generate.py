@@ -98,8 +98,9 @@ def generate_tokens(
 ) -> Iterator[Sample]:
     """The loop: run the model, choose a token, append it.
 
-    Stops after an end token (which it yields), after max_tokens, or when the context is full. With
-    a cache, which must be empty, each step after the first computes one token.
+    Yields one Sample per token. Stops after an end token (which is yielded), after max_tokens, or
+    when the context is full. A cache must be empty; each step after the first then computes one
+    token.
     """
     generator = make_generator(params.seed, model.device)
     ids = list(prompt_ids)
@@ -227,12 +228,12 @@ class StopStrings:
         self.found = False
 
     def add(self, piece: str) -> str:
-        """The text that can be shown now. From the first stop string on, nothing."""
+        """Return the text that can be shown now; "" after the first stop string."""
         if self.found:
             return ""
         text = self._held + piece
         found = [(text.find(s) + len(s), text.find(s)) for s in self._stops if s in text]
-        if found:  # The stop string that is complete first: the cut between pieces does not matter.
+        if found:  # the stop string that ends first, however the text is cut into pieces
             self.found, self._held = True, ""
             return text[: min(found)[1]]
         keep = self._undecided(text)
@@ -240,7 +241,7 @@ class StopStrings:
         return text[: len(text) - keep]
 
     def finish(self) -> str:
-        """The text that is still held back."""
+        """Return the text that is still held back."""
         text, self._held = self._held, ""
         return text
 
@@ -403,8 +404,8 @@ class LLM:
     ) -> list[Completion]:
         """Complete one prompt or several. A prompt is text, or token ids, which are used unchanged.
 
-        Raises ValueError, before any work, for a prompt that is empty or longer than the model's
-        context, and for an id outside the vocabulary.
+        Raises ValueError, before the model runs, for a prompt that is empty or longer than the
+        model's context, and for an id outside the vocabulary.
         """
         if not isinstance(prompts, str) and not hasattr(prompts, "__len__"):
             raise ValueError(f"prompts must be text, token ids, or a list of them, got {prompts!r}")
@@ -428,7 +429,7 @@ class LLM:
         else:
             for i in prompt:
                 if isinstance(i, bool) or not isinstance(i, Integral):
-                    raise ValueError(f"a prompt is text or integer token ids, got {i!r} in it")
+                    raise ValueError(f"a prompt must be text or integer token ids, got {i!r}")
             ids = [int(i) for i in prompt]
         config = self.model.config
         if not ids:

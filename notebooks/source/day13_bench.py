@@ -238,7 +238,7 @@ def decode_benchmark(
         expected = paths[reference](prompt, tokens, lambda _: None)
         for name, path in paths.items():
             if path(prompt, tokens, lambda _: None) != expected:
-                raise WrongAnswer(f"{name} and {reference} differ after {len(prompt)} tokens")
+                raise WrongAnswer(f"{name} and {reference} differ at prompt length {len(prompt)}")
         times: dict[str, list[list[float]]] = {name: [] for name in paths}
         for _ in range(rounds):
             for name, path in paths.items():
@@ -779,7 +779,7 @@ def load_model(
 
 
 def as_dtype(dtype: str | torch.dtype) -> torch.dtype:
-    """A dtype of DTYPES, given as it is or by its name. Raises ValueError for any other."""
+    """Return a dtype of DTYPES, given as a dtype or by name. Raises ValueError for any other."""
     found = DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
     if found not in DTYPES.values():
         raise ValueError(f"dtype {dtype!r} is not supported; supported: {', '.join(DTYPES)}")
@@ -787,7 +787,7 @@ def as_dtype(dtype: str | torch.dtype) -> torch.dtype:
 
 
 def as_device(device: str | torch.device) -> torch.device:
-    """A device that holds tensors on this machine. Raises ValueError, with torch's reason."""
+    """Return a device that can hold tensors here. Raises ValueError, with torch's reason."""
     try:
         found = torch.device(device)
         torch.empty(1, device=found).cpu()
@@ -798,7 +798,7 @@ def as_device(device: str | torch.device) -> torch.device:
 
 
 def join_qkv(model: Model) -> None:
-    """Give each layer "self_attn.qkv_proj.weight", the rows of q, k and v joined; a bias likewise.
+    """Give each layer "self_attn.qkv_proj.weight", the joined rows of q, k and v; likewise a bias.
 
     The weights of q, k and v become views of those rows, so no value is stored twice. In-place
     edits show in qkv_proj; rebinding a name does not.

@@ -162,11 +162,11 @@ class BlockAllocator:
         return len(self._free)
 
     def allocate(self) -> int:
-        """Take one block and return its id. Raises KVCacheExhausted when none is free."""
+        """Take one block and return its id. Raises KVCacheExhausted if no block is free."""
         return self.allocate_for(1)[0]
 
     def allocate_for(self, num_tokens: int) -> list[int]:
-        """Take the fewest blocks that hold num_tokens tokens and return their ids, in order.
+        """Take the fewest blocks that hold num_tokens tokens; return their ids in the order taken.
 
         Raises KVCacheExhausted and takes no block if too few are free. Raises ValueError for a
         negative num_tokens.

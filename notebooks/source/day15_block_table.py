@@ -128,7 +128,7 @@ class BlockTable(BlockTable):
         return self.blocks[index], offset
 
     def slot(self, position: int) -> int:
-        """The slot of a position, block id * block_size + offset; raises ValueError as locate."""
+        """The slot of a position, block id * block_size + offset. Errors as for locate."""
         block, offset = self.locate(position)
         return block * self._allocator.block_size + offset
 

@@ -307,7 +307,7 @@ CACHES = ("paged", "naive")
 
 
 def new_cache(kind: str | None, model: Model, tokens: int) -> Cache | None:
-    """An empty cache for `tokens` tokens, of a kind in CACHES; None for the kind None."""
+    """Return an empty cache for `tokens` tokens, of a kind in CACHES; None if kind is None."""
     if kind is None:
         return None
     if kind == "naive":
@@ -334,7 +334,7 @@ class LLM(LLM):
         self._cache = cache
 
     def stream(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> Stream:
-        """Complete one prompt as a stream of pieces of text; errors as for generate, at once."""
+        """Complete one prompt as a stream of pieces of text; errors as generate, at once."""
         ids, params = self._prompt_ids(prompt), SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise ValueError(f"params must be a SamplingParams, got {params!r}")

@@ -162,6 +162,7 @@ class AttentionRow:
 
     @property
     def bytes_per_second(self) -> float:
+        """The rate at which keys and values were read."""
         return self.bytes / self.seconds
 
 

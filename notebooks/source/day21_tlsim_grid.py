@@ -149,9 +149,8 @@ def offsets_and_mask(program: int, tile: int, n: int):
 # fault is all that differs. First the masks:
 
 # %%
-from textwrap import fill
-
 from nanoserve.course.exercises.day21 import planted
+from nanoserve.course.show import wrapped
 
 
 def attempt(kernel, *arguments, grid=(3,), **constants):
@@ -160,7 +159,7 @@ def attempt(kernel, *arguments, grid=(3,), **constants):
         tlsim.jit(kernel)[grid](*arguments, **constants)
         print("no fault")
     except tlsim.KernelError as error:
-        print(*(fill(line, 100) for line in str(error).split("\n")), sep="\n")
+        print(wrapped(str(error)))
 
 
 attempt(planted(double, (", mask=inside", "")), x, out, 10, BLOCK=4)
@@ -391,7 +390,7 @@ memory = KVPool(model.config, num_blocks=12, poison=True)
 mine, neighbour = PagedKVCache(memory), []
 with torch.no_grad():
     for start in range(0, len(ids), 7):
-        neighbour.append(memory.allocator.allocate())  # somebody else takes blocks in between
+        neighbour.append(memory.allocator.allocate())  # another sequence takes blocks in between
         model(torch.tensor([ids[start : start + 7]]), mine)
 
 # %%
@@ -428,8 +427,7 @@ def examine(kernel):
     try:
         got = gather(tlsim.jit(kernel), pool, slot_mapping, 4)
     except tlsim.KernelError as error:
-        first, *rest = f"sanitizer: {error}".split("\n")
-        return "\n    ".join([fill(first, 100, subsequent_indent=4 * " "), *rest])
+        return wrapped(f"sanitizer: {error}").replace("\n", "\n    ")
     wrong = (got != pool[slot_mapping]).any(-1).nonzero().tolist()
     return "comparison: differs first at position {}, head {}".format(*wrong[0]) if wrong else ""
 
@@ -542,7 +540,7 @@ _options: ContextVar[Options] = ContextVar("options")
 
 @contextmanager
 def options(**changes: object) -> Iterator[Options]:
-    """Launch kernels with changed Options inside a `with` block; `changes` are its fields."""
+    """Launch kernels with changed Options inside a `with` block; `changes` are fields."""
     token = _options.set(replace(_options.get(Options()), **changes))
     try:
         yield _options.get()
@@ -554,7 +552,7 @@ def options(**changes: object) -> Iterator[Options]:
 # lands in nanoserve/kernels/tlsim/grid.py: Wave, _wave, current
 @dataclass
 class Wave:
-    """Programs that run side by side: a part of the grid. A Value's first axes are its x, y, z."""
+    """Programs that run side by side, part of a grid. Every Value starts with the axes x, y, z."""
 
     grid: tuple[int, int, int]
     ids: tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # int32 [x, 1, 1], [1, y, 1], [1, 1, z]
@@ -701,7 +699,7 @@ class Value:
             return self
         if self.buffer:
             raise fault(f"a pointer into {self.buffer.name} cannot be cast")
-        ramp = self.ramp and dtype == torch.int64  # int64 surely holds every lane
+        ramp = self.ramp and dtype == torch.int64  # int64 can hold every lane
         return Value((self.data if ramp else self.lanes).to(dtype), self.shape, None, ramp)
 
 
@@ -1036,7 +1034,10 @@ def _access(
 # %% jupyter={"source_hidden": true}
 # lands in nanoserve/kernels/tlsim/memory.py: _check, _refuse
 def _check(kind: str, pointer: Value, live: torch.Tensor | None) -> None:
-    """Refuse offsets outside the buffer, and stores of two programs to one address."""
+    """Refuse offsets outside the buffer, and stores of two programs to one address.
+
+    `live` [x, y, z, *shape] is true in lanes that take part; None: all lanes.
+    """
     flat, wave = pointer.buffer.flat, current()
     outside = (pointer.lanes < 0) | (pointer.lanes >= len(flat))
     _refuse(outside if live is None else outside & live, pointer, f"{kind}s outside")
@@ -1055,13 +1056,13 @@ def _check(kind: str, pointer: Value, live: torch.Tensor | None) -> None:
         _refuse(clash, pointer, "stores where another program has stored,")
 
 
-def _refuse(wrong: torch.Tensor, pointer: Value, deed: str) -> None:
+def _refuse(wrong: torch.Tensor, pointer: Value, action: str) -> None:
     """Raise KernelError for the first lane where `wrong` is true."""
     if wrong.any():
         offsets, wrong = _everywhere(pointer, wrong)
         first = tuple(int(i) for i in wrong.nonzero()[0])
         buffer, program = pointer.buffer, int(current().programs[first[:3]])
-        what = f"{deed} {buffer.name}[{int(offsets[first])}] of {len(buffer.flat)} elements"
+        what = f"{action} {buffer.name}[{int(offsets[first])}] of {len(buffer.flat)} elements"
         raise fault(what, program, first[3:])
 
 
@@ -1124,6 +1125,7 @@ class Trace:
         return len(torch.cat(touched).unique()) * chosen[0].itemsize if chosen else 0
 
     def record(self, kind: str, pointer: Value, live: torch.Tensor | None) -> None:
+        """Append one access of the running wave; `live` is as for _check."""
         buffer, coalesced = pointer.buffer, pointer.ramp or not pointer.shape
         at = (kernel_line()[1], buffer.flat.itemsize, current().programs.flatten())
         lanes = (x.flatten(0, 2) for x in _everywhere(pointer, live))
@@ -1491,7 +1493,7 @@ fig, (left, right) = figure(
     panels=2, height=4.2, xlabel="lanes side by side in a row", title="The same 16 KiB, by tiles"
 )
 left.set(ylabel="stretches of memory")
-right.set(ylabel="KiB that a card fetches")
+right.set(ylabel="KiB that a GPU fetches")
 backwards = range(len(widths) - 1, -1, -1)
 for ax, column in ((left, 0), (right, 1)):
     line(
@@ -1560,12 +1562,12 @@ for tile in (4, 16, 64):
     runs = {
         "serial": lambda tile=tile: timed("serial", tile),
         "lockstep": lambda tile=tile: timed("lockstep", tile),
-        "lockstep, no checks": lambda tile=tile: timed("lockstep", tile, checks=False),
+        "without checks": lambda tile=tile: timed("lockstep", tile, checks=False),
         "pool[slot_mapping]": lambda: long_pool[scattered],
     }
     seconds = median_times(runs, rounds=3)
-    words = ", ".join(f"{name} {taken * 1e3:.2f} ms" for name, taken in seconds.items())
-    print(f"tiles of {tile:2}: {words}")
+    words = ", ".join(f"{name} {taken * 1e3:.2f}" for name, taken in seconds.items())
+    print(f"tiles of {tile:2}, in ms: {words}")
     assert tile > 4 or seconds["serial"] > 3 * seconds["lockstep"]
 
 # %% [markdown]

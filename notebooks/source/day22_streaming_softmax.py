@@ -503,7 +503,7 @@ class Loop:
             wave.active = outer
 
     def carry(self, now: dict[str, Any]) -> tuple[Any, ...]:
-        """The names' values after an iteration; in finished programs, the values before it."""
+        """The names' values after an iteration; finished programs keep their values."""
         for name, old in self.carried.items():
             self.carried[name] = now[name] = self._carry(name, old, as_value(now[name]))
         return tuple(now.get(name) for name in self.names)

@@ -336,18 +336,18 @@ def check_attention(
     kv_len = len(slot_mapping)
     if not 1 <= query_len <= kv_len:
         raise ValueError(
-            f"q has {query_len} positions and slot_mapping {kv_len}: the mapping must include q's"
+            f"q has {query_len} positions, and must have 1 to slot_mapping's kv_len, {kv_len}"
         )
     if q.dtype not in DTYPES:
         raise ValueError(f"q must be float32, float16 or bfloat16, got {q.dtype}")
     for name, x in (("q", q), ("k_pool", k_pool), ("v_pool", v_pool)):
         if x.dtype != q.dtype:
-            raise ValueError(f"{name} is {x.dtype} and q {q.dtype}: all must be the same")
+            raise ValueError(f"{name} and q must have one dtype, got {x.dtype} and {q.dtype}")
         if x.stride(-1) != 1:
             raise ValueError(f"{name}'s head_dim must be contiguous, got stride {x.stride(-1)}")
     for name, x in (("k_pool", k_pool), ("v_pool", v_pool), ("slot_mapping", slot_mapping)):
         if x.device != q.device:
-            raise ValueError(f"{name} lies on {x.device} and q on {q.device}")
+            raise ValueError(f"{name} is on {x.device}, but q is on {q.device}")
     if check_slots is None:
         check_slots = q.device.type == "cpu" or os.environ.get("NANOSERVE_CHECK_SLOTS") == "1"
     if check_slots:
@@ -559,10 +559,10 @@ for name in ("cuda", "triton"):
 
 
 # %%
-def on_a(card, capability, installed=True):
-    """What select_backend answers on a card that is not there, and the warnings it gives."""
+def on_a(gpu, capability, installed=True):
+    """The result of select_backend for a simulated GPU, and its warnings."""
     with (
-        patch("torch.cuda.get_device_name", lambda _: card),
+        patch("torch.cuda.get_device_name", lambda _: gpu),
         patch("torch.cuda.get_device_capability", lambda _: capability),
         patch("__main__.has_triton", lambda: installed),
         patch("__main__.paged_attention_kernel", object()),  # as without TRITON_INTERPRET=1
@@ -574,8 +574,8 @@ def on_a(card, capability, installed=True):
         return answers.pop(), [str(warning.message) for warning in told]
 
 
-for card, capability in (("B200", (10, 0)), ("H200", (9, 0)), ("T4", (7, 5)), ("V100", (7, 0))):
-    print(card, *on_a(card, capability))
+for gpu, capability in (("B200", (10, 0)), ("H200", (9, 0)), ("T4", (7, 5)), ("V100", (7, 0))):
+    print(gpu, *on_a(gpu, capability))
 print("H200", *on_a("H200", (9, 0), installed=False))
 
 # %% [markdown]
@@ -717,6 +717,7 @@ class AgreementRow:
 
     @property
     def agrees(self) -> bool:
+        """Whether every element is within the tolerance."""
         return self.used <= 1  # False for NaN
 
 

@@ -152,7 +152,7 @@ class ScalingFit:
 def power_law(lengths: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
     """(exponent, constant) by least squares of log(seconds) on log(length).
 
-    Logarithms make the fit minimise ratios: 10% off counts the same at 1 µs and at 1 s.
+    Logarithms make the fit minimise ratios: an error of 10% counts the same at 1 µs and at 1 s.
     """
     x, y = ([math.log(value) for value in values] for values in (lengths, seconds))
     mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)

@@ -453,12 +453,12 @@ lengths = (64, 256, 1_024)
 with use_backend("tlsim"):
     rows = cache_benchmark(MODELS["SmolLM2-135M"], lengths, rounds=9)
     backend = select_backend("cpu")
-roof = read_bandwidth(1 << 28)
+bandwidth = read_bandwidth(1 << 28)
 fits = _fits(rows)
 for row in rows:
     print(
         f"{row.kv_len:5} tokens, {row.path:10} {row.seconds * 1e6:7.0f} µs, "
-        f"{row.bytes_per_second / roof:5.1%} of peak bandwidth"
+        f"{row.bytes_per_second / bandwidth:5.1%} of peak bandwidth"
     )
 for path, fit in fits.items():
     print(
@@ -484,7 +484,7 @@ assert backend == "tlsim" and all(row.seconds > 0 for row in rows)
 from nanoserve.course.plots import COLOURS, figure, label_line, log2_axis, prediction_marker
 
 
-def draw(ax, rows, roof, names, title):
+def draw(ax, rows, bandwidth, names, title):
     """One sweep: dots, Day 24's line through them, and the time to read the bytes alone."""
     for path, (name, colour, dashed, where) in names.items():
         at = [row.kv_len for row in rows if row.path == path]
@@ -496,7 +496,7 @@ def draw(ax, rows, roof, names, title):
         i = len(at) // 2
         height = max(took[i - 1 : i + 1]) if where == "above" else took[i]
         label_line(ax, at[i], height, name, COLOURS[colour], where)
-    floor = [row.bytes / roof * 1e6 for row in rows if row.path == "gather"]
+    floor = [row.bytes / bandwidth * 1e6 for row in rows if row.path == "gather"]
     ax.plot(at, floor, color=COLOURS["limit"], linewidth=1.5)
     label_line(
         ax, at[len(at) // 2], 0.4 * floor[len(at) // 2], "reading\nthe bytes", COLOURS["limit"]
@@ -518,7 +518,7 @@ here = {
     "gather": ("gather", "contiguous", False, "above"),
     "reference": ("reference", "oracle", True, "below"),
 }
-draw(ax, rows, roof, here, "This machine's CPU")
+draw(ax, rows, bandwidth, here, "This machine's CPU")
 if guess := today.guess("cost"):
     gathered = next(row for row in rows if row.path == "gather" and row.kv_len == 1_024)
     prediction_marker(ax, 1_024, gathered.seconds * 1e6 * guess, where="left")

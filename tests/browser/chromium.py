@@ -1,4 +1,4 @@
-"""Where the browser tests find a Chromium, and how they start it."""
+"""Finding and starting Chromium for the browser tests."""
 
 import os
 import shutil
@@ -27,7 +27,7 @@ needs_chromium = pytest.mark.skipif(
 
 
 def launched() -> Iterator:
-    """A headless Chromium, closed afterwards: the body of a fixture."""
+    """The body of a fixture: a headless Chromium, closed afterwards."""
     playwright = pytest.importorskip("playwright.sync_api")
     with playwright.sync_playwright() as browsers:
         browser = browsers.chromium.launch(executable_path=CHROMIUM, args=FLAGS)

@@ -36,7 +36,7 @@ RUN_ALL = "void jupyterapp.commands.execute('notebook:run-all-cells').then(ok =>
 
 @pytest.fixture
 def lab(tmp_path: Path) -> Iterator[str]:
-    """JupyterLab on a learner's fresh work folder, with nobody's settings; its address."""
+    """The address of a JupyterLab with default settings on a fresh work folder."""
     for name, text in SETTINGS.items():
         path = tmp_path / "settings/@jupyterlab" / f"{name}.jupyterlab-settings"
         path.parent.mkdir(parents=True)
@@ -94,7 +94,7 @@ FOR_THE_README = ("widget.png",)
 
 
 def save(page, name: str, folder: Path) -> None:
-    """Keep a picture of the page; the README's also, small, where NANOSERVE_SCREENSHOTS says."""
+    """Save a picture of the page, and the README's pictures, small, in $NANOSERVE_SCREENSHOTS."""
     page.screenshot(path=folder / name)
     target = os.environ.get("NANOSERVE_SCREENSHOTS")
     if target and name in FOR_THE_README:

@@ -91,5 +91,5 @@ def test_a_page_keeps_to_its_column_describes_its_pictures_and_closes_its_folds(
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
 def test_no_printed_line_is_broken(notebook, page):
-    """JupyterLab breaks a line that is too long for its column in the middle of a word."""
+    """JupyterLab breaks lines that are too long for the column, within words."""
     assert page(notebook, "light").evaluate(BROKEN_WORDS) == []

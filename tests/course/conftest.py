@@ -1,4 +1,4 @@
-"""A small invented day: an engine of two modules, and an exercise on each kind of definition."""
+"""A small invented day: an engine of two modules, and one exercise for each kind of definition."""
 
 import itertools
 import linecache
@@ -36,7 +36,7 @@ _numbers = itertools.count()
 
 
 def define(source, namespace=None, name="__main__"):
-    """Run source as a notebook's cell: in a shared namespace, and known to linecache."""
+    """Run source as a notebook's cell: in a shared namespace, with its lines in linecache."""
     namespace = {"__name__": name} if namespace is None else namespace
     file = f"<cell-{next(_numbers)}>"
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
@@ -59,7 +59,7 @@ def cell():
 
 @pytest.fixture
 def work(tmp_path, monkeypatch):
-    """A learner's empty work/ folder, which the first write makes."""
+    """A learner's work/ folder. It does not exist until the first write."""
     folder = tmp_path / "work"
     monkeypatch.setenv("NANOSERVE_WORK", str(folder))
     return folder

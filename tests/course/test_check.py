@@ -1,4 +1,4 @@
-"""Whatever an answer does, a check says something useful about it and ends."""
+"""For every answer, a check ends and prints a useful result."""
 
 import threading
 import time
@@ -42,7 +42,7 @@ def test_the_package_s_own_definition_is_known_as_such(toy, cell):
     assert check.run(exercise, toy.engine.scale_rows).status == "package"
 
 
-def test_an_untouched_stub_is_one_line(tried):
+def test_an_unchanged_stub_is_one_line(tried):
     report = tried("def scale_rows(x, f):\n    raise NotImplementedError('your turn')")
     assert report.text() == "scale_rows: not attempted yet"
     assert "<table" not in report.html()
@@ -72,7 +72,7 @@ def test_a_half_written_answer_says_which_case_is_missing(tried):
         ),
     ],
 )
-def test_a_wrong_value_is_told_by_where_it_first_differs(tried, body, sentence):
+def test_a_wrong_value_is_described_by_its_first_difference(tried, body, sentence):
     assert message(tried(f"def scale_rows(x, f):\n    return {body}")) == sentence
 
 
@@ -82,13 +82,13 @@ def test_an_exception_names_its_type_message_and_the_answer_s_own_line(tried):
     assert message(report).endswith("(in line 3: `return x.view(7)`)")
 
 
-def test_an_answer_that_exits_or_recurses_is_told_so(tried):
+def test_an_answer_that_exits_or_recurses_without_end_gets_a_message(tried):
     assert "sys.exit()" in message(tried("def scale_rows(x, f):\n    raise SystemExit"))
     endless = tried("def scale_rows(x, f):\n    return scale_rows(x, f)")
     assert message(endless) == "it calls itself without end (RecursionError)"
 
 
-def test_a_known_mistake_is_called_by_its_name(tried):
+def test_a_known_mistake_gets_its_message(tried):
     report = tried("def scale_rows(x, f):\n    return x + f.reshape(-1, 1)")
     assert [row.message for row in report.rows] == ["This adds the factor."] * 2
 
@@ -145,7 +145,7 @@ def split_exercise():
     return Exercise("split", cases, hints, solution=split, wrong=mistakes)
 
 
-def test_a_missing_refusal_does_not_hide_a_mistake_and_is_told_itself():
+def test_a_missing_exception_hides_no_mistake_and_has_its_own_message():
     def answer(n, parts):
         return [n // parts] * parts if parts else []
 
@@ -153,7 +153,7 @@ def test_a_missing_refusal_does_not_hide_a_mistake_and_is_told_itself():
     assert told == ["The rest is dropped.", "", "Zero parts are let by."]
 
 
-def test_what_many_answers_could_give_proves_a_mistake_only_where_all_else_fits():
+def test_a_common_outcome_proves_a_mistake_only_if_all_passed_cases_fit():
     exercise = split_exercise()
     only_nothing = replace(exercise, wrong=exercise.wrong[:1])
     answer = messages(only_nothing, lambda n, parts: split(n, parts) if parts else [])
@@ -161,7 +161,7 @@ def test_what_many_answers_could_give_proves_a_mistake_only_where_all_else_fits(
     assert messages(only_nothing, lambda n, parts: [])[2] == "It always gives nothing."
 
 
-def test_the_mistake_that_explains_most_cases_is_told():
+def test_the_mistake_that_explains_most_cases_is_reported():
     exercise = split_exercise()
     both = replace(exercise, wrong=(replace(exercise.wrong[0], why="First."), *exercise.wrong))
     assert messages(both, lambda n, parts: [])[0] == "First."
@@ -197,7 +197,7 @@ def test_a_recognised_mistake_chooses_its_hints():
 
 
 @pytest.mark.parametrize("hints", ["nowhere", ("only", "two")])
-def test_hints_that_a_mistake_names_must_be_there(hints):
+def test_a_mistake_must_name_existing_hints(hints):
     exercise = split_exercise()
     with pytest.raises(CourseError, match="'split' has no hints"):
         replace(exercise, wrong=(replace(exercise.wrong[0], hints=hints),))
@@ -208,7 +208,7 @@ def test_changing_the_inputs_fails_an_otherwise_right_answer(tried):
     assert message(report) == "the result is right, but it changed its inputs: work on a copy"
 
 
-def test_a_sentence_that_rows_share_is_said_once(tried):
+def test_a_message_of_several_rows_is_written_once(tried):
     report = tried("def scale_rows(x, f):\n    raise ValueError('no')")
     first, second = report.rows
     assert first.message == second.message == message(report)
@@ -347,7 +347,7 @@ def test_a_class_without_the_method_is_not_an_answer(toy, cell):
     assert "`" not in report.html()
 
 
-def test_an_expected_exception_must_come_and_name_its_culprit():
+def test_an_expected_exception_must_be_raised_and_name_its_cause():
     def half(n):
         if n % 2:
             raise ValueError(f"n is odd: {n}")
@@ -407,7 +407,7 @@ def test_big_tensors_are_shown_by_their_shape():
         (torch.zeros(2, 3), torch.zeros(3, 2), "wrong shape: expected [3, 2], got [2, 3]"),
     ],
 )
-def test_differences_are_told_in_a_sentence(got, expected, sentence):
+def test_a_difference_is_one_sentence(got, expected, sentence):
     told = exact(got, expected)
     assert told == sentence if sentence is None else told.startswith(sentence)
 
@@ -430,7 +430,7 @@ def test_a_pair_is_cut_around_its_first_difference():
     assert contrast(*same) == ("float32 [40, 50]", "float32 [40, 50]")
 
 
-def test_close_allows_its_tolerance_and_no_more():
+def test_close_accepts_differences_up_to_its_tolerance():
     assert close(atol=1e-3, rtol=0)(torch.tensor([1.0005]), torch.tensor([1.0])) is None
     assert close(atol=1e-4, rtol=0)(torch.tensor([1.0005]), torch.tensor([1.0]))
     assert close(atol=0, rtol=1e-2)(100.5, 100) is None

@@ -1,4 +1,4 @@
-"""What a notebook calls: every method ends in one readable output."""
+"""The methods that a notebook calls: each shows one readable output."""
 
 import errno
 import importlib
@@ -128,8 +128,7 @@ def test_a_full_disk_or_any_other_trouble_does_not_hide_that_an_answer_passed(
 
 
 def test_a_read_only_work_folder_loses_nothing(today, cell, toy, monkeypatch, capsys):
-    """The file system refuses every change (root may write anywhere, hence no chmod); what is
-    saved stays and runs."""
+    """Every write fails, as in a read-only folder (chmod does not stop root). Answers still run."""
 
     def refuse(*_args, **_kwargs):
         raise OSError(errno.EROFS, "Read-only file system")
@@ -268,7 +267,7 @@ def test_when_no_answer_can_be_loaded_the_engine_runs_with_its_own_code(today, c
     assert said(capsys).endswith("Run its check once more. The engine runs with its own code.")
 
 
-def test_mine_says_what_is_saved_and_has_no_place_in_the_engine(today, cell, capsys):
+def test_mine_lists_saved_answers_that_are_not_a_part_of_the_engine(today, cell, capsys):
     today.check(cell("def double(n):\n    return n + n\n").double)
     said(capsys)
     with today.mine():
@@ -336,7 +335,7 @@ def test_calls_of_all_kinds_of_methods_are_counted_and_none_is_changed(toy, cell
 
 @pytest.mark.parametrize("jit", [None, tlsim.jit, triton_jit()], ids=["plain", "tlsim", "triton"])
 def test_launches_of_a_kernel_are_counted(jit):
-    """Under tlsim the engine launches a kernel that it makes of the answer, whatever that is."""
+    """Under tlsim the engine wraps the answer in a kernel of its own and launches that kernel."""
     [exercise] = [e for e in exercises_of(22) if e.target]
     kernel = tlsim.jit(exercise.reference()).fn
     answer = answers.Answer(22, exercise, jit(kernel) if jit else kernel)
@@ -351,7 +350,7 @@ def test_launches_of_a_kernel_are_counted(jit):
     assert (Kernel.__getitem__, dispatch.paged_attention_kernel) == before
 
 
-def test_a_puzzle_without_a_place_in_the_engine_is_saved_too(today, cell, work, capsys):
+def test_an_exercise_that_is_not_a_part_of_the_engine_is_saved_too(today, cell, work, capsys):
     today.check(cell("def double(n):\n    return n + n\n").double)
     assert said(capsys).endswith("Saved.")
 
@@ -365,7 +364,7 @@ def hinted(today, capsys):
     return said(capsys)
 
 
-def test_hints_climb_and_say_what_they_are_about(today, cell, capsys):
+def test_each_hint_is_the_next_and_names_its_case(today, cell, capsys):
     assert hinted(today, capsys) == "Run the check first: a hint is about a case that failed."
     today.check(cell(PARTLY).scale_rows)
     first = hinted(today, capsys)
@@ -376,7 +375,7 @@ def test_hints_climb_and_say_what_they_are_about(today, cell, capsys):
     assert "no hint is needed" in hinted(today, capsys)
 
 
-def test_a_new_answer_starts_at_the_first_hint_and_the_same_one_goes_on(today, cell, capsys):
+def test_a_new_answer_starts_at_the_first_hint_and_the_same_answer_continues(today, cell, capsys):
     today.check(cell(PARTLY).scale_rows)
     assert hinted(today, capsys).startswith("Hint 1 of 3")
     today.check(cell(PARTLY).scale_rows)
@@ -401,7 +400,7 @@ def test_a_recognised_mistake_chooses_the_hints(today, toy, cell, capsys):
 
 
 def test_an_answer_saved_under_a_former_name_still_counts_and_runs(toy, work, cell, capsys):
-    """The file and the progress are as the version before the rename wrote them."""
+    """The answer's file and the progress file have the form from before the rename."""
     toy.day.EXERCISES = (replace(toy.day.EXERCISES[0], was=("times_rows",)),)
     old = "# Day 4, times_rows: your answer, saved when it passed its check.\n\n"
     old += "def times_rows(x, f):\n    print('the old answer')\n    return x * f[:, None]\n"
@@ -418,14 +417,14 @@ def test_an_answer_saved_under_a_former_name_still_counts_and_runs(toy, work, ce
 
 
 @pytest.mark.parametrize("answer", [3, None, "scale", len, lambda x: x, torch.ones(2)])
-def test_anything_else_handed_to_check_is_one_clear_line(today, answer, capsys):
+def test_another_argument_of_check_is_one_clear_line(today, answer, capsys):
     today.check(answer)
     out = said(capsys)
     assert out.startswith("Day 4 has no exercise ")
     assert out.endswith("Its exercises: scale_rows, Counter, double.")
 
 
-def test_a_result_handed_over_instead_of_the_function_is_told(today, capsys):
+def test_a_result_instead_of_the_function_gets_a_message(today, capsys):
     today.check(14, "double")
     assert said(capsys) == "Pass the function itself, without calling it: today.check(double)"
 
@@ -459,7 +458,7 @@ def test_no_guess_is_the_same_two_lines_each_time(today, capsys):
     assert today.guess_text("speed") == "none yet"
 
 
-def test_a_guess_from_before_stays_and_is_said(today, capsys):
+def test_an_earlier_guess_is_kept_and_shown(today, capsys):
     today.predict("speed", "How fast?", guess=3)
     for again in (today, day(4)):
         said(capsys)

@@ -1,4 +1,4 @@
-"""Days 0 to 6: second mistakes, and answers saved before an exercise was split."""
+"""Days 0 to 6: second mistakes, and answers from before an exercise was split."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def exercise_of(module, name):
     return next(each for each in module.EXERCISES if each.name == name)
 
 
-def test_sdpa_tells_a_wrong_kv_head_beside_an_ignored_scale():
+def test_sdpa_diagnoses_a_wrong_kv_head_beside_an_ignored_scale():
     def sdpa(q, k, v, scale=None):
         heads = [h % k.shape[1] for h in range(q.shape[1])]
         return layers.sdpa(q, k[:, heads], v[:, heads])
@@ -42,7 +42,7 @@ def test_sdpa_tells_a_wrong_kv_head_beside_an_ignored_scale():
     assert "scale that is handed in is ignored" in told
 
 
-def test_sdpa_tells_a_missing_root_beside_a_missing_mask():
+def test_sdpa_diagnoses_a_missing_root_beside_a_missing_mask():
     def sdpa(q, k, v, scale=None):
         k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
         scores = q @ k.mT * (1 / q.shape[-1] if scale is None else scale)
@@ -53,7 +53,7 @@ def test_sdpa_tells_a_missing_root_beside_a_missing_mask():
     assert "Nothing is hidden" in told
 
 
-def test_dequantize_tells_neighbours_beside_a_subtracted_minimum():
+def test_dequantize_diagnoses_neighbours_beside_a_subtracted_minimum():
     def dequantize_q4_1(blocks):
         scale, minimum = blocks[:, :4].contiguous().view(torch.float16).float().split(1, dim=1)
         packed = blocks[:, 4:]
@@ -64,7 +64,7 @@ def test_dequantize_tells_neighbours_beside_a_subtracted_minimum():
     assert "added, not subtracted" in told
 
 
-def test_rms_norm_tells_a_forgotten_weight_eps_and_dtype_each():
+def test_rms_norm_diagnoses_a_forgotten_weight_eps_and_dtype():
     def rms_norm(x, weight, eps):
         return x / x.square().mean(-1, keepdim=True).sqrt()
 
@@ -90,7 +90,7 @@ def test_an_answer_from_before_the_split_counts_for_both_parts(work):
     ]
 
 
-def test_a_name_that_was_another_exercise_s_finds_its_own(work, capsys):
+def test_a_former_name_of_another_exercise_finds_the_right_one(work, capsys):
     today = day(4)
     today.check(layers.rope_frequencies)
     assert today.last.name == "rope_frequencies"
@@ -114,7 +114,7 @@ def test_a_day_is_done_without_its_optional_exercise(work):
     assert (row.words, row.count) == ("done", "3 of 3")
 
 
-def test_the_hints_of_a_day_speak_of_the_mistake():
+def test_the_hints_of_a_day_are_about_the_mistake():
     def sdpa(q, k, v, scale=None):
         return layers.sdpa(q, k, v)
 

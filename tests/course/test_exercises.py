@@ -1,4 +1,4 @@
-"""The exercises are tested too: right answers pass, and every plausible wrong one is told."""
+"""Tests of the exercises: right answers pass, and each known wrong answer gets its message."""
 
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ IDS = [f"day{number:02d}-{exercise.name}" for number, exercise in ALL]
 
 
 def assert_wrong_answers_rejected(exercise, at_least=5):
-    """The solution passes; each wrong answer fails, with a message that no other one gets."""
+    """The solution passes. Each wrong answer fails with a message that no other answer gets."""
     report = check.run(exercise, exercise.reference())
     assert report.failed is None, f"the solution fails: {report.text()}"
     assert len(exercise.wrong) >= at_least, f"only {len(exercise.wrong)} wrong answers"

@@ -1,4 +1,4 @@
-"""A fault put into the package turns a notebook red: the notebooks are its regression tests."""
+"""A fault in the package makes a notebook fail: the notebooks are regression tests."""
 
 import os
 import shutil
@@ -102,7 +102,7 @@ FAULTS = [
 
 
 def copy_clone(root: Path, notebook: str, folder: Path) -> None:
-    """What a notebook needs of a clone: the package, pictures, data, the notebook, our conftest."""
+    """The parts of a clone that a notebook needs: package, pictures, data, notebook, conftest."""
     ignore = shutil.ignore_patterns("__pycache__", "*.ipynb", "source")
     for part in ("nanoserve", "diagrams", "notebooks"):
         shutil.copytree(root / part, folder / part, ignore=ignore)
@@ -130,7 +130,7 @@ def nbval(folder: Path, notebook: str) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.what)
-def test_a_fault_in_the_package_turns_its_notebook_red(fault, tmp_path):
+def test_a_fault_in_the_package_makes_its_notebook_fail(fault, tmp_path):
     copy_clone(ROOT, fault.notebook, tmp_path)
     put(fault, tmp_path)
     done = nbval(tmp_path, fault.notebook)
@@ -138,7 +138,7 @@ def test_a_fault_in_the_package_turns_its_notebook_red(fault, tmp_path):
     assert "1 failed" in done.stdout
 
 
-def test_without_a_fault_a_copied_notebook_is_green(tmp_path):
+def test_without_a_fault_a_copied_notebook_passes(tmp_path):
     copy_clone(ROOT, "day00_start_here.ipynb", tmp_path)
     done = nbval(tmp_path, "day00_start_here.ipynb")
     assert done.returncode == 0, done.stdout

@@ -1,4 +1,4 @@
-"""The curriculum and the glossary are consistent: nothing is used before it is defined."""
+"""The curriculum and the glossary are consistent: no term is used before its day."""
 
 import re
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""Lands cells: what is read from them, what is compared, what must land."""
+"""Lands cells: reading their definitions, comparing them, and the definitions that must land."""
 
 from pathlib import Path
 
@@ -74,7 +74,7 @@ class Model(Model):
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
-    """A clone of one engine file and one day, in step."""
+    """A clone of one engine file and one day whose lands cells are up to date."""
     (tmp_path / "nanoserve/course").mkdir(parents=True)
     (tmp_path / "notebooks/source").mkdir(parents=True)
     (tmp_path / "nanoserve/layers.py").write_text(ENGINE)
@@ -100,7 +100,7 @@ def test_this_repository_lands_every_definition_once():
     assert lands.problems() == []
 
 
-def test_a_clone_in_step_has_no_problems(clone):
+def test_an_up_to_date_clone_has_no_problems(clone):
     assert lands.problems(clone) == []
 
 
@@ -118,7 +118,7 @@ def test_a_class_without_fields_keeps_a_class_line_of_many_lines():
     assert lands.definitions(source, "x")["A"].text == "class A(\n    B,\n):"
 
 
-def test_operators_that_are_made_count_as_methods_and_fields_below_a_method_do_not():
+def test_assigned_operators_count_as_methods_and_fields_below_a_method_do_not():
     source = (
         "class A:\n    x = 1\n\n    def __add__(self, b): ...\n\n    __radd__ = __add__\n"
         "    __lt__, __gt__ = pair(f)\n"
@@ -149,7 +149,7 @@ def test_imports_alone_in_a_try_are_no_definition_but_a_fallback_is():
     ],
     ids=["comment", "docstring", "field", "decorator", "constant", "method"],
 )
-def test_one_changed_word_is_found_and_make_sync_mends_it(clone, old, new):
+def test_one_changed_word_is_found_and_make_sync_corrects_it(clone, old, new):
     edit(engine(clone), old, new)
     (problem,) = lands.problems(clone)
     assert "day01_layers, code cell" in problem
@@ -170,7 +170,7 @@ class Model:
     assert lands.rewrite(skeleton, "day01_layers", clone) == filled
 
 
-def test_rewriting_what_is_in_step_changes_nothing():
+def test_rewriting_an_up_to_date_twin_changes_nothing():
     for twin in lands.twins():
         text = twin.read_text(encoding="utf-8")
         assert lands.rewrite(text, twin.stem) == text
@@ -319,7 +319,7 @@ def untaught(clone: Path, text: str) -> None:
     (clone / "nanoserve/course/untaught.txt").write_text(text)
 
 
-def test_what_is_listed_as_untaught_need_not_land(clone):
+def test_a_definition_in_untaught_txt_need_not_land(clone):
     engine(clone).write_text(ENGINE + "\n\nclass Later:\n    def f(self): ...\n")
     untaught(clone, "nanoserve/layers.py: Later  # day 9\n")
     assert lands.problems(clone) == []

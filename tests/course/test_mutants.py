@@ -1,4 +1,4 @@
-"""The mutation tool: each operator on toy code, a weak check has survivors, the list of them."""
+"""The mutation tool: each operator on small code, survivors of a weak check, their list."""
 
 import textwrap
 from dataclasses import replace
@@ -108,12 +108,12 @@ def test_docstrings_annotations_and_messages_are_left_alone():
     }
 
 
-def test_a_swap_without_a_meaning_is_no_mutant():
+def test_a_swap_without_effect_is_no_mutant():
     for same in ("return a * b", "return a == b", "return max(a, b)", "return a - 2 + b"):
         assert not changes(toy(same), "swapped names"), same
 
 
-def test_what_only_a_message_uses_is_left_alone():
+def test_names_that_only_a_message_uses_are_not_mutated():
     body = """
     if a < 0:
         known = a in (b, 3)
@@ -264,7 +264,7 @@ def test_an_entry_needs_a_reason():
     assert "without a reason" in sorted_out("toy", [survivor()], [entry(reason=" ")])[2][0]
 
 
-def test_what_is_printed_can_be_put_into_the_list(tmp_path):
+def test_printed_entries_can_be_copied_into_the_list(tmp_path):
     result = survivor('x["a"]', "x['b']\\n")
     (tmp_path / "day07.toml").write_text(mutants.as_toml("toy", result), "utf-8")
     (read,) = read_equivalents(7, tmp_path)

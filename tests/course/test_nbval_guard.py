@@ -1,4 +1,4 @@
-"""A dead kernel or a hung cell fails its notebook soon, and the rest of it at once."""
+"""After a dead kernel or a hung cell, the notebook's other cells fail at once."""
 
 import shutil
 import subprocess

@@ -1,6 +1,6 @@
 """Answers that earlier versions saved still load, pass their checks and run.
 
-The files of old_answers/ hold what was saved before seq_q, seq_total and read_paths were renamed.
+The files of old_answers/ were saved before seq_q, seq_total and read_paths were renamed.
 """
 
 import shutil

@@ -106,7 +106,7 @@ def test_a_label_on_a_bar_or_on_another_label_is_moved_and_a_free_one_stays():
     assert ax.texts[0].get_position() == (8, 0)
 
 
-def test_a_collision_is_seen():
+def test_a_collision_is_reported():
     fig, ax = figure()
     ax.plot([0, 1], [0, 1])
     label_line(ax, 0.5, 0.5, "on the line", COLOURS["ink"])

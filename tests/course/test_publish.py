@@ -49,7 +49,7 @@ def test_the_set_up_cell_is_short():
 
 @pytest.fixture
 def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """An empty folder, no nanoserve, and a pip that only writes down how it was called."""
+    """An empty folder without nanoserve, and a pip that only records its arguments."""
     pip = SimpleNamespace(calls=[], returncode=0, folder=tmp_path)
 
     def run(command, **kwargs):
@@ -97,7 +97,7 @@ def test_without_a_wheel_it_installs_the_stamped_repository(bare):
     assert call[-1] == f"nanoserve[notebook] @ {archive}"
 
 
-def test_with_neither_it_stops_and_says_what_to_do(bare):
+def test_without_wheel_and_repository_it_stops_and_says_what_to_do(bare):
     with pytest.raises(ModuleNotFoundError, match=r"put a nanoserve-\*\.whl beside this notebook"):
         run_cell()
     assert bare.calls == []

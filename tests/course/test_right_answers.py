@@ -1,4 +1,4 @@
-"""Every exercise has three right answers in different styles or more, and its check passes each."""
+"""Every exercise has at least three right answers in different styles; its check accepts each."""
 
 import pytest
 

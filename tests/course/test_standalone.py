@@ -18,7 +18,7 @@ OF_A_CLONE = ("PYTHONPATH", "VIRTUAL_ENV", "NANOSERVE_WORK", "JUPYTER_PATH")
 
 
 def run(*command: str | Path, cwd: Path) -> str:
-    """Run a program as on a machine that has no clone; its output. Fails with that output."""
+    """Run a program as on a machine without a clone, and return its output, also in a failure."""
     environment = {key: value for key, value in os.environ.items() if key not in OF_A_CLONE}
     environment |= {"PIP_CONSTRAINT": str(ROOT / "constraints.txt"), "PYTHONNOUSERSITE": "1"}
     done = subprocess.run(

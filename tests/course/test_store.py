@@ -1,4 +1,4 @@
-"""The learner's folder: copied, never overwritten, and never in the way."""
+"""The learner's folder: notebooks are copied and never overwritten; faults are one sentence."""
 
 import json
 import linecache
@@ -43,7 +43,7 @@ def clone(tmp_path, monkeypatch):
     return root
 
 
-def test_start_copies_what_is_out_without_outputs_but_for_kept_ones(clone):
+def test_start_copies_published_days_without_outputs_except_kept_ones(clone):
     copied = store.start()
     assert [path.name for path in copied] == ["day01_oracle.ipynb", "day02_weights.ipynb"]
     plain, kept = json.loads((clone / "work/day01_oracle.ipynb").read_text())["cells"]
@@ -52,7 +52,7 @@ def test_start_copies_what_is_out_without_outputs_but_for_kept_ones(clone):
     assert kept["outputs"][0]["text"] == "42"
 
 
-def test_start_never_touches_a_copy_that_is_there(clone):
+def test_start_never_changes_an_existing_copy(clone):
     store.start(1)
     mine = clone / "work/day01_oracle.ipynb"
     mine.write_text("my work", encoding="utf-8")
@@ -109,7 +109,7 @@ def test_a_folder_that_cannot_be_written_is_one_sentence(clone):
         store.start(1)
 
 
-def test_status_tells_each_day(clone, work, toy):
+def test_status_has_a_row_for_each_day(clone, work, toy):
     store.start(1)
     progress = Progress.load()
     progress.add_passed(4, "double")
@@ -193,7 +193,7 @@ UNREADABLE = [
 
 
 @pytest.mark.parametrize("text", UNREADABLE, ids=range(len(UNREADABLE)))
-def test_a_damaged_progress_file_is_set_aside_and_passes_come_from_the_answers(work, text):
+def test_a_damaged_progress_file_is_renamed_and_passes_come_from_the_answers(work, text):
     store.write_atomically(work / "answers/day02_unpermute.py", "def unpermute(): pass\n")
     for number in ("", ".1"):
         (work / "progress.json").write_bytes(text)
@@ -208,7 +208,7 @@ def test_a_damaged_progress_file_is_set_aside_and_passes_come_from_the_answers(w
     assert Progress.load().passed(2) == ["unpermute"]
 
 
-def test_a_progress_file_that_is_a_folder_is_set_aside_too(work):
+def test_a_progress_file_that_is_a_folder_is_renamed_too(work):
     (work / "progress.json").mkdir(parents=True)
     assert "was damaged" in Progress.load().trouble
     Progress.load().save()
@@ -259,7 +259,7 @@ def helper(v: Tensor) -> Tensor:
 """
 
 
-def test_an_answer_s_source_brings_all_that_it_uses_and_no_more(cell):
+def test_an_answer_s_module_has_everything_that_it_uses_and_nothing_else(cell):
     space = {"__name__": "__main__"}
     cell(HELPERS, space)
     made = cell(

@@ -1,4 +1,4 @@
-"""`make sync`: twins, lands cells and notebooks in step, outputs that any machine repeats."""
+"""`make sync`: updated lands cells and notebooks, with outputs that are equal on any machine."""
 
 import base64
 from pathlib import Path
@@ -30,7 +30,7 @@ norm(8)
 """
 
 
-def test_this_repository_is_in_step():
+def test_this_repository_is_up_to_date():
     assert sync.problems() == []
 
 
@@ -62,18 +62,18 @@ def edit(path: Path, old: str, new: str) -> None:
     path.write_text(text.replace(old, new))
 
 
-def test_sync_makes_and_runs_the_notebook_and_then_all_is_in_step(clone):
+def test_sync_builds_and_runs_the_notebook_and_then_check_finds_nothing(clone):
     assert sync.problems(clone) == ["day01_x: has no notebook yet"]
     assert sync.main([], clone) == 0
     assert sync.problems(clone) == []
     code = [cell for cell in read(clone).cells if cell.cell_type == "code"]
     assert [cell.execution_count for cell in code] == [1, 2, 3, 4]
-    assert code[1].outputs[0].text == "[]\n"  # a work folder that is nobody's
+    assert code[1].outputs[0].text == "[]\n"  # an empty work folder
     assert code[3].outputs[0].data["text/plain"] == "4.0"
     assert code[2].metadata == {"jupyter": {"source_hidden": True}, "cellView": "form"}
 
 
-def test_a_second_sync_touches_nothing_and_runs_nothing(clone, monkeypatch):
+def test_a_second_sync_changes_nothing_and_runs_nothing(clone, monkeypatch):
     sync.main([], clone)
     before = notebook_of(clone).read_bytes()
     monkeypatch.setattr(sync, "execute", None)
@@ -174,7 +174,7 @@ def stream(text: str, name: str = "stdout"):
     return new_output("stream", name=name, text=text)
 
 
-def test_times_widgets_and_fragments_go():
+def test_times_widgets_and_fragments_are_removed():
     picture = base64.b64encode(b"png").decode()
     shown = new_output("display_data", {sync.WIDGET: {}, "image/png": picture, "text/plain": "W"})
     cell = new_code_cell("1", outputs=[stream("a"), stream("b\n"), shown])
@@ -196,7 +196,7 @@ def test_stderr_is_refused_but_dropped_where_outputs_are_ignored():
     "text",
     ["see /home/ada/x", "in '/Users/ada'", "C:\\Users\\ada", "<Thing at 0x7f00aa11>", "/tmp/x1"],
 )
-def test_what_differs_by_machine_is_refused(text):
+def test_outputs_that_differ_by_machine_are_refused(text):
     with pytest.raises(sync.SyncError, match="differs by machine"):
         normalised(stream(text))
 
@@ -208,7 +208,7 @@ def test_this_machines_names_are_refused(monkeypatch):
 
 
 @pytest.mark.parametrize("text", ["work/answers/day01.py", "q/k/v", "0x10", "a: /b", "root mean"])
-def test_what_only_looks_like_it_stays(text):
+def test_outputs_that_only_look_personal_are_kept(text):
     assert normalised(stream(text)).outputs[0].text == text
 
 

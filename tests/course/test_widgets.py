@@ -1,4 +1,4 @@
-"""Widgets: one output that holds the live form and the picture."""
+"""Widgets: one output with the live widget and the picture."""
 
 import base64
 import inspect
@@ -32,7 +32,7 @@ def draw(**values):
 
 @pytest.fixture
 def displayed(monkeypatch):
-    """What display() is given, as in a kernel."""
+    """The arguments of display(), as in a kernel."""
     from IPython import display
 
     bundles = []
@@ -117,7 +117,7 @@ def test_the_map_shows_days_and_passed_exercises(toy, displayed):
 
 
 def test_a_sliders_end_follows_the_other_controls():
-    """A slider never offers more than the picture shows: its value moves back with its end."""
+    """A slider's bound follows the picture's range, and a larger value moves to the bound."""
     made = figure_widget(
         draw, n=slider(1, lambda values: 2 * values["k"], 3), k=choice([1, 2, 4], 2)
     )
@@ -146,7 +146,7 @@ def every_widget():
 
 @pytest.mark.parametrize("make", [*every_widget()])
 def test_every_slider_of_the_course_stays_within_its_picture(make):
-    """Both ends of every slider are drawn, and each step of it gives another picture."""
+    """Both ends of every slider are drawn, and each step gives another picture."""
     made = make()
     start = dict(made.values)
     for name, control in made.made.items():

@@ -1,4 +1,4 @@
-"""One kernel source run by both engines: by Triton, interpreted or compiled, and by tlsim."""
+"""One kernel source under two runtimes: Triton (interpreted or compiled) and tlsim."""
 
 import importlib.util
 import os
@@ -27,13 +27,13 @@ FLOATS, INTEGERS = list(TRITON_S)[:3], list(TRITON_S)[3:5]
 
 
 def drawn(examples: int) -> Callable:
-    """A test of one argument, `random`, whose draws are hypothesis's where that is installed."""
+    """A test of one argument, `random`. Hypothesis draws its values if it is installed."""
     try:
         from hypothesis import Phase, given, settings
         from hypothesis import strategies as st
     except ImportError:
         return pytest.mark.parametrize("random", [random.Random(seed) for seed in range(2)])
-    examples = examples if INTERPRETED else 2  # each may compile
+    examples = examples if INTERPRETED else 2  # each example may compile a kernel
 
     def decorate(test: Callable) -> Callable:
         randoms = given(random=st.randoms(use_true_random=False))
@@ -53,7 +53,7 @@ def quarters(random: random.Random, shape: tuple[int, ...], dtype: torch.dtype) 
 
 
 def module(source: str):
-    """Kernels written in a file, since both engines read their source."""
+    """Kernels written in a file, since both runtimes read their source."""
     head = "import triton\nimport triton.language as tl\n\n\n"
     file = Path(_folder.name) / f"kernels{len(list(Path(_folder.name).iterdir()))}.py"
     file.write_text(head + source, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What only a GPU can show: pools past 32 bits, no wait for the device, the engine on CUDA."""
+"""Tests that need a GPU: pools past 32 bits, no wait for the device, the engine on CUDA."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 @pytest.fixture
 def memory():
-    """Many GiB are taken by these tests, and given back to the GPU by each."""
+    """These tests allocate many GiB; each test frees its memory."""
     torch.cuda.empty_cache()
     yield
     torch.cuda.empty_cache()
@@ -102,7 +102,7 @@ def test_tensors_on_two_devices_are_refused(argument):
     inputs = list(tensors(AttentionCase(), "cuda"))
     place = ("q", "k_pool", "v_pool", "slot_mapping").index(argument)
     inputs[place] = inputs[place].cpu()
-    with pytest.raises(ValueError, match=f"{argument} lies on cpu and q on cuda:0"):
+    with pytest.raises(ValueError, match=f"{argument} is on cpu, but q is on cuda:0"):
         paged_attention_dispatch(*inputs)
 
 

@@ -1,6 +1,6 @@
-"""Whole kernels as anybody writes them in Triton, run by Triton and by tlsim on the same numbers.
+"""Whole kernels in usual Triton style, run by Triton and by tlsim on the same numbers.
 
-None of them was written for tlsim, or is tuned for it: they are the field's usual ones.
+None of them was written or tuned for tlsim.
 """
 
 import pytest
@@ -19,7 +19,7 @@ ROUGH = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
 
 def same(kernel, grid, *args, **meta) -> torch.Tensor:
-    """Triton's last tensor, once tlsim's is close to it."""
+    """Run both runtimes, check that their last tensors are close, and return Triton's."""
     (*_, theirs), (*_, ours) = by_both(kernel, grid, *args, **meta)
     tolerance = max(ROUGH.get(x.dtype, 0) for x in args if isinstance(x, torch.Tensor))
     torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
@@ -27,7 +27,7 @@ def same(kernel, grid, *args, **meta) -> torch.Tensor:
 
 
 def close(answer: torch.Tensor, expected: torch.Tensor) -> None:
-    """To what torch says, at the answer's own precision."""
+    """Compare with torch's result, at the precision of the kernel's dtype."""
     tolerance = 4 * ROUGH.get(answer.dtype, 0)
     torch.testing.assert_close(answer, expected.to(answer.dtype), rtol=tolerance, atol=tolerance)
 
@@ -146,7 +146,7 @@ def matmul(
 
 @drawn(examples=10)
 def test_tiled_matrix_product(random):
-    """bfloat16 on a card alone: the interpreter's tl.dot multiplies its bits."""
+    """bfloat16 on a GPU only: the interpreter's tl.dot multiplies its bits."""
     m, n, k = (random.randint(2, 70) for _ in "mnk")
     dtype = random.choice(FLOATS[:2] if INTERPRETED else FLOATS)
     a, b, c = quarters(random, (m, k), dtype), quarters(random, (n, k), dtype).T, torch.zeros(m, n)
@@ -195,7 +195,7 @@ def test_histogram_by_atomics(random):
 
 @triton.jit
 def weigh(first_ptr, column_ptr, value_ptr, x_ptr, out_ptr, decay):
-    """A sparse matrix by rows, times x; what came earlier in a row decays with every entry."""
+    """A sparse matrix times x, row by row; earlier entries of a row decay with each later entry."""
     row = tl.program_id(0)
     total = 0.0
     entries = 0
@@ -232,7 +232,7 @@ def flash_attention(
     q_ptr, k_ptr, v_ptr, lse_ptr, out_ptr, scale, seq, head_stride,
     HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Causal, a block of queries per program, by the online softmax."""
+    """Causal attention with the online softmax; each program has a block of queries."""
     at_q = tl.program_id(0) * BLOCK_Q + tl.arange(0, BLOCK_Q)
     head = tl.program_id(1).to(tl.int64) * head_stride
     dim = tl.arange(0, HEAD_DIM)
@@ -266,7 +266,7 @@ def flash_attention(
 
 @drawn(examples=8)
 def test_flash_attention(random):
-    """bfloat16 on a card alone: the interpreter's tl.dot multiplies its bits."""
+    """bfloat16 on a GPU only: the interpreter's tl.dot multiplies its bits."""
     heads, seq = random.randint(1, 3), random.randint(1, 70)
     dtype = random.choice(FLOATS[:2] if INTERPRETED else FLOATS)
     q, k, v = (quarters(random, (heads, seq, 16), dtype) / 2 for _ in range(3))
@@ -293,7 +293,7 @@ def renamed(x_ptr, out_ptr, N: known):
 
 
 def test_tlsim_takes_triton_s_place_under_any_name():
-    """Its interpreter does not: it replaces what the module `tl` holds."""
+    """Triton's interpreter does not: it replaces the contents of the module `tl`."""
     x, out = torch.arange(8.0), torch.zeros(8)
     tlsim.jit(renamed)[(1,)](x, out, 8)
     torch.testing.assert_close(out, (x / 2).exp() + x + 4)

@@ -1,8 +1,8 @@
-"""tlsim's language held against Triton's, operation by operation: values and dtypes.
+"""tlsim's language compared with Triton's, operation by operation: values and dtypes.
 
 Triton's interpreter holds bfloat16 as its bits and computes with those, so that sums, products and
-comparisons of two bfloat16 blocks are wrong in it: they are drawn on a card alone. Its float32 to
-bfloat16 cuts where a card rounds, and its integer to bfloat16 is wrong. It also leaves a float
+comparisons of two bfloat16 blocks are wrong in it: they are drawn on a GPU only. Its float32 to
+bfloat16 cuts where a GPU rounds, and its integer to bfloat16 is wrong. It also leaves a float
 argument a number, where a compiled kernel has a float32 tensor: the kernels here give it a name
 first, which makes it one everywhere.
 """
@@ -27,7 +27,7 @@ NUMBERS = FLOATS + INTEGERS
 ANY = NUMBERS + BOOL
 RIGHT = [d for d in FLOATS if not INTERPRETED or d != torch.bfloat16]  # as the docstring says
 
-# The expressions, by the dtypes of a and of b. s is a scalar argument.
+# Expressions, by the dtypes of a and b. s is a scalar argument.
 EXPRESSIONS = {
     **dict.fromkeys(["a + b", "a - b", "a * b"], (NUMBERS, NUMBERS)),
     **dict.fromkeys(["a / b", "a % b"], (NUMBERS, NUMBERS)),
@@ -69,7 +69,7 @@ EXPRESSIONS = {
     "tl.full((1, 1), s, tl.float32) - tl.arange(0, 4)[:, None] + a": (F32, F32),
     "tl.cdiv(a, 3)": (INTEGERS, F32),
 }
-# Those of one block of all rows and columns, and the shape of what they give.
+# Expressions of one block with all rows and columns, and the shape of their result.
 WHOLE = {
     f"tl.{f}(a, axis={axis}, keep_dims={keep})": shape
     for f in ("sum", "max", "min")
@@ -135,7 +135,7 @@ NUMBER = {expression: number for number, expression in enumerate(ALL)}
 
 
 def agree(expression: str, a: torch.Tensor, b: torch.Tensor, s: float, i: int, shape: torch.Size):
-    """Hold tlsim's answer to Triton's: first the dtype, in Triton's kernel, then the values."""
+    """tlsim's result equals Triton's: first the dtype, in Triton's kernel, then the values."""
     number = NUMBER[expression]
     scalars = (s, i)
     sizes = (*a.shape, *b.shape, *shape)
@@ -151,7 +151,7 @@ def agree(expression: str, a: torch.Tensor, b: torch.Tensor, s: float, i: int, s
 
 
 def skips(a: torch.dtype, b: torch.dtype, expression: str) -> bool:
-    """What the interpreter gets wrong, as the docstring says."""
+    """The interpreter's known faults, as in the module's docstring."""
     both = a == b == torch.bfloat16 and "/" not in expression and "%" not in expression
     return INTERPRETED and both and "tl.m" not in expression
 
@@ -204,7 +204,7 @@ product = module(DOT).product
 
 @drawn(examples=8)
 def test_dot(random):
-    """bfloat16 is multiplied on a card alone: the interpreter multiplies its bits."""
+    """bfloat16 is multiplied on a GPU only: the interpreter multiplies its bits."""
     m, n, k = (random.choice([16, 32]) for _ in "mnk")
     dtype = random.choice(RIGHT)
     a, b = quarters(random, (m, k), dtype), quarters(random, (k, n), dtype)

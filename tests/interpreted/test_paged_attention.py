@@ -47,7 +47,7 @@ def test_the_shipped_kernel(case):
 
 @of({name: case for name, case in SMALL.items() if case.dtype != torch.float32})
 def test_half_precision_is_rounded_once_when_it_is_stored(case):
-    """Everything before is float32. The interpreter cuts bfloat16 where a GPU rounds it."""
+    """All earlier values are float32. The interpreter truncates to bfloat16; a GPU rounds."""
     q, k_pool, v_pool, *rest = tensors(case, DEVICE)
     wide = (x.float() for x in (q, k_pool, v_pool))
     exact = launch(paged_attention_kernel, *wide, *rest, tile=case.tile)

@@ -1,4 +1,4 @@
-"""How much faster tlsim runs the paged kernel than Triton's interpreter, side by side."""
+"""The ratio of the paged kernel's times under Triton's interpreter and under tlsim."""
 
 import time
 from collections.abc import Callable
@@ -16,7 +16,7 @@ STEPS = {"a decode step at 512 tokens": (1, 512), "a prefill of 64 tokens": (64,
 
 
 def quickest(run: Callable, times: int) -> tuple[float, torch.Tensor]:
-    """(seconds, result) of the quickest of several runs: what else the machine does only adds."""
+    """(seconds, result) of the fastest run: other work of the machine only adds time."""
     seconds = []
     for _ in range(times):
         start = time.perf_counter()

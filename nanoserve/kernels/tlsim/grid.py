@@ -41,7 +41,7 @@ class Options:
 
 @dataclass
 class Wave:
-    """Programs that run side by side: a part of the grid. A Value's first axes are its x, y, z."""
+    """Programs that run side by side, part of a grid. Every Value starts with the axes x, y, z."""
 
     grid: tuple[int, int, int]
     ids: tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # int32 [x, 1, 1], [1, y, 1], [1, 1, z]
@@ -62,7 +62,7 @@ _wave: ContextVar[Wave] = ContextVar("wave")
 
 @contextmanager
 def options(**changes: object) -> Iterator[Options]:
-    """Launch kernels with changed Options inside a `with` block; `changes` are its fields."""
+    """Launch kernels with changed Options inside a `with` block; `changes` are fields."""
     token = _options.set(replace(_options.get(Options()), **changes))
     try:
         yield _options.get()

@@ -97,7 +97,10 @@ def _access(
 
 
 def _check(kind: str, pointer: Value, live: torch.Tensor | None) -> None:
-    """Refuse offsets outside the buffer, and stores of two programs to one address."""
+    """Refuse offsets outside the buffer, and stores of two programs to one address.
+
+    `live` [x, y, z, *shape] is true in lanes that take part; None: all lanes.
+    """
     flat, wave = pointer.buffer.flat, current()
     outside = (pointer.lanes < 0) | (pointer.lanes >= len(flat))
     _refuse(outside if live is None else outside & live, pointer, f"{kind}s outside")
@@ -116,13 +119,13 @@ def _check(kind: str, pointer: Value, live: torch.Tensor | None) -> None:
         _refuse(clash, pointer, "stores where another program has stored,")
 
 
-def _refuse(wrong: torch.Tensor, pointer: Value, deed: str) -> None:
+def _refuse(wrong: torch.Tensor, pointer: Value, action: str) -> None:
     """Raise KernelError for the first lane where `wrong` is true."""
     if wrong.any():
         offsets, wrong = _everywhere(pointer, wrong)
         first = tuple(int(i) for i in wrong.nonzero()[0])
         buffer, program = pointer.buffer, int(current().programs[first[:3]])
-        what = f"{deed} {buffer.name}[{int(offsets[first])}] of {len(buffer.flat)} elements"
+        what = f"{action} {buffer.name}[{int(offsets[first])}] of {len(buffer.flat)} elements"
         raise fault(what, program, first[3:])
 
 
@@ -174,6 +177,7 @@ class Trace:
         return len(torch.cat(touched).unique()) * chosen[0].itemsize if chosen else 0
 
     def record(self, kind: str, pointer: Value, live: torch.Tensor | None) -> None:
+        """Append one access of the running wave; `live` is as for _check."""
         buffer, coalesced = pointer.buffer, pointer.ramp or not pointer.shape
         at = (kernel_line()[1], buffer.flat.itemsize, current().programs.flatten())
         lanes = (x.flatten(0, 2) for x in _everywhere(pointer, live))

@@ -118,7 +118,7 @@ class Value:
             return self
         if self.buffer:
             raise fault(f"a pointer into {self.buffer.name} cannot be cast")
-        ramp = self.ramp and dtype == torch.int64  # int64 surely holds every lane
+        ramp = self.ramp and dtype == torch.int64  # int64 can hold every lane
         return Value((self.data if ramp else self.lanes).to(dtype), self.shape, None, ramp)
 
     def __getitem__(self, index: Any) -> "Value":

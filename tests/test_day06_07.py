@@ -1,4 +1,4 @@
-"""The gates of Days 6 and 7 on the real model: attention and block against the oracle's hooks."""
+"""The checks of Days 6 and 7 on the real model: attention and block against the oracle's hooks."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Day 22: the fold is the softmax, and a learner's kernel takes the place of the engine's."""
+"""Day 22: the fold equals the softmax, and a learner's kernel replaces the engine's kernel."""
 
 import inspect
 import linecache
@@ -113,7 +113,7 @@ def test_the_stepper_draws_every_tile_and_step():
 
 @pytest.fixture(autouse=True)
 def forgotten():
-    """What an answer's file leaves in sys.modules."""
+    """The modules that a loaded answer adds to sys.modules."""
     before = set(sys.modules)
     yield
     for name in set(sys.modules) - before:

@@ -1,4 +1,4 @@
-"""Day 21's gate: the gather as a grid, and the faults that must not pass unseen."""
+"""Day 21: the gather as a grid of programs, and the faults that must be noticed."""
 
 import pytest
 import torch

@@ -1,6 +1,6 @@
-"""Day 4's gate on the real model: norms and RoPE tables within 1e-6 of what the oracle's hooks saw.
+"""Day 4's checks on the real model: norms and RoPE tables within 1e-6 of the oracle's activations.
 
-The other RoPE gates (position 15,962, llama3 scaling, distance alone) stand in test_layers.py.
+The other RoPE checks (position 15,962, llama3 scaling, relative position) are in test_layers.py.
 """
 
 import pytest

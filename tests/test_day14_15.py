@@ -1,4 +1,4 @@
-"""Days 14 and 15: the recorded lengths follow their recipe, and the explorer tells the truth."""
+"""Days 14 and 15: the recorded lengths equal their recipe's, and the explorer shows the pool."""
 
 import math
 import random
@@ -38,7 +38,7 @@ def test_the_explorer_tells_what_a_step_did():
     told = [play("A2 B1 -A C5", step, 2)[3] for step in range(9)]
     assert told[1:6] == [
         "A takes block 0, and writes slot 0",
-        "A has room, and writes slot 1",
+        "A has a free slot, and writes slot 1",
         "B takes block 1, and writes slot 2",
         "A ends and gives back 0",
         "C takes block 0, and writes slot 0",

@@ -1,6 +1,6 @@
-"""The gates of Days 16 and 17 beyond test_cache.py: the real model through append, and reuse.
+"""The checks of Days 16 and 17 beyond test_cache.py: the real model through append, and reuse.
 
-What a cache gives back, sharing, exhaustion and freeing stand in test_cache.py.
+Tests of append's results, sharing, exhaustion and freeing are in test_cache.py.
 """
 
 import random
@@ -18,7 +18,7 @@ CONFIG = parse_config(SHAPES | {"model_type": "llama"})  # 2 layers, 2 KV heads,
 
 
 class ThroughAppend:
-    """A paged cache without the fused read, so that attention goes through append."""
+    """A paged cache without `attend`, so that attention gathers through append."""
 
     def __init__(self, cache: PagedKVCache) -> None:
         self.cache, self.append = cache, cache.append
@@ -31,7 +31,7 @@ class ThroughAppend:
 def shuffled(
     config, num_blocks: int, block_size: int, seed: int = 0, poison: bool = True
 ) -> KVPool:
-    """A pool that hands its blocks out in a random order."""
+    """A pool that allocates its blocks in a random order."""
     pool = KVPool(config, num_blocks, block_size, poison=poison)
     blocks = pool.allocator.allocate_for(num_blocks * block_size)
     random.Random(seed).shuffle(blocks)
@@ -82,8 +82,8 @@ def test_a_thousand_sequences_leave_a_small_pool_as_it_was():
         for seq in (draw.randint(1, 9), 1, draw.randint(1, 2)):
             for layer in range(2):
                 k = torch.full((1, CONFIG.n_kv, seq, CONFIG.head_dim), float(number))
-                history = cache.append(layer, k, -k)
-                assert bool((history[0] == number).all() and (history[1] == -number).all())
+                k_all, v_all = cache.append(layer, k, -k)
+                assert bool((k_all == number).all() and (v_all == -number).all())
         running.append((cache, number))
         owned = [block for cache, _ in running for block in cache.table.blocks]
         assert len(set(owned)) == len(owned) == 12 - pool.allocator.num_free

@@ -1,4 +1,4 @@
-"""Day 5's gate on the real model: the MLP within 1e-5 of what the oracle's hooks saw."""
+"""Day 5's check on the real model: the MLP within 1e-5 of the oracle's activations."""
 
 import pytest
 import torch

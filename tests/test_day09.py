@@ -1,4 +1,4 @@
-"""Day 9's gate: the notebook verifies the figures that test_generate.py holds the loop to."""
+"""Day 9: the notebook compares with the same recorded tokens as test_generate.py."""
 
 import json
 
