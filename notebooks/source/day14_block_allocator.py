@@ -51,8 +51,8 @@ today.picture("block-pool")
 #   copies everything, and during the copy the old strip and the new strip are both in memory.
 #
 # With one sequence this does not matter. But a server runs as many sequences at once as its memory can
-# hold, and its throughput grows with that number. One sequence reserves memory and does not use it, and
-# another sequence has to wait for memory.
+# hold, and its throughput grows with that number. If one sequence reserves memory and does not use it,
+# another sequence may have to wait for memory.
 #
 # Operating systems had this problem sixty years ago. They solved it with pages: the memory is cut into
 # equal pieces, and the pages of a program may lie anywhere. vLLM does the same with keys and values (Kwon et

@@ -46,7 +46,7 @@ today.picture("gather-against-fused")
 # not change afterwards. If you measure the baseline later, it is easy to make it look worse than it was.
 #
 # Day 13's rules hold: check the result first, let the variants take turns, know the peak bandwidth. Two rules
-# are new. **Read from memory**, not from the processor's cache: the K and V of a layer that was used a moment
+# are new, because one layer's K and V are small, and its attention takes little time. **Read from memory**, not from the processor's cache: the K and V of a layer that was used a moment
 # ago may still be in the processor's cache, and then you measure the cache. And **compare every bit**: two
 # variants that compute the same sum must agree exactly.
 
@@ -249,7 +249,7 @@ def scattered_cache(
 
 # %% [markdown]
 # `bytes` counts K and V once, for both variants: no variant can read fewer bytes. So bytes per second counts
-# only the **useful** bytes. A variant that moves each byte five times reaches a lower number. The first assert
+# only the **useful** bytes. A variant that moves each byte five times reaches a lower number. The assert
 # below compares `bytes` with the exercise's count in place:
 
 # %%
@@ -371,8 +371,8 @@ fig
 # Read two facts from the plot all the same:
 #
 # - **With few tokens, few bytes have to be read.** At 16 tokens, the useful bytes explain less than half of
-#   the time, as the cell above asserts. The rest is arithmetic, and PyTorch's overhead for a dozen small operations. A
-#   kernel is *one* operation.
+#   the time, as the cell above asserts. The rest is arithmetic, and PyTorch's overhead for a dozen small
+#   operations. A kernel is *one* operation.
 # - **With many tokens, the time grows.** The black line shows how long the useful bytes take at peak
 #   bandwidth. The distance between this line and the others is the most that a kernel can win.
 #
