@@ -255,16 +255,16 @@ assert not any(answers[name].startswith(" Paris") for name in ("norms_swapped", 
 
 # %%
 name = "model.layers.15"
+added = seen[name].output - seen[name].input
 for candidate in (block, side_by_side, norms_swapped, post_norm):
     out = candidate(seen[name].input, layer_weights(15), cos, sin, config)
-    added = seen[name].output - seen[name].input
     off = float((out - seen[name].output)[0, 1:].norm() / added[0, 1:].norm())
     print(f"{candidate.__name__:14} off by {off:4.1f} times what the block adds")
-    assert (off < 1e-3) == (candidate is block)
+    assert off < 1e-3 if candidate is block else off > 0.5
 
 # %% [markdown]
-# The silent mistake is off by more than half of what a right block adds. That is why this course
-# compares numbers, and does not judge by answers.
+# Even `side_by_side`, which still says Paris, is off by more than half of what a right block adds.
+# That is why this course compares numbers, and does not judge by answers.
 #
 # ## Measure it: how the stream grows
 #
@@ -287,7 +287,8 @@ others = lengths[:, 1:].median(-1).values  # the median of all tokens but the fi
 growth = float(others[-1] / others[0])
 print(f"tokens after the first: {growth:.0f} times as long")
 assert 100 < growth < 1_000
-assert others[1] / others[0] > 10 and lengths[12, 0] > 100 * lengths[12, 1:].max()
+assert others[1] / others[0] > 10 and (others[2:] / others[1:-1]).max() < 2
+assert lengths[12, 0] > 100 * lengths[12, 1:].max()
 
 # %% jupyter={"source_hidden": true}
 # Draws the plot: The residual stream
@@ -305,8 +306,8 @@ fig
 
 # %% [markdown]
 # Look at "the others". Block 1 makes their vectors more than ten times as long, so a token's embedding
-# is soon a small part of its stream. After that the length grows more slowly, as each block adds to
-# the sum. To change the direction of a long vector, a late block must add a long one.
+# is soon a small part of its stream. After that the length grows slowly: no later block makes it
+# twice as long. To change the direction of a long vector, a late block must add a long one.
 #
 # The norms keep this under control. Attention and the MLP read a normed copy, so the length of the
 # stream hardly matters to them, only its direction:
@@ -328,19 +329,21 @@ by_part = {
     part: seen[f"model.layers.11.{part}"].output[0, 0].norm() for part in ("self_attn", "mlp")
 }
 squares = stream[12, 0].square() / stream[12, 0].square().sum()
-print("added most:", max(by_part, key=by_part.get))
+most = max(by_part, key=by_part.get)
+print("added most:", most)
 print(
     f"number {int(squares.argmax())} of 576 holds {100 * squares.max():.0f} % of the squared length"
 )
 drop = float(lengths[28, 0] / lengths[30, 0])
-print(f"the last two blocks shorten that vector {drop:.0f} times")
+print(f"before the last two blocks that vector is {drop:.1f} times as long as after them")
+assert most == "mlp" and squares.max() > 0.9 and drop > 2
 
 # %% [markdown]
-# One MLP adds one huge number to the stream of the first token, and the last two blocks remove most
-# of it. After the norm such a vector is nearly the same whatever the text is: a fixed landmark that
+# One MLP adds one huge number to the stream of the first token, and the last two blocks remove more
+# than half of it. After the norm such a vector is nearly the same whatever the text is: a fixed landmark that
 # every later head can find. Such **massive activations** are known from much larger models too (Sun
 # et al. 2024). They also explain why careless rounding to few bits ruins a model: this one number
-# sets the scale, and all others are rounded to nothing.
+# sets the scale, and all other numbers are rounded to 0.
 #
 # The limits of this plot: it shows one sentence and one small model. And length is not meaning; a
 # short addition in the right direction can decide the next word.

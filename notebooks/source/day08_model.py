@@ -44,8 +44,8 @@ today.picture("forward-pass")
 #
 # Until now each part got the oracle's own input, so errors could not add up. From today on each part
 # gets the output of the parts before it. Small differences add up over thirty blocks, and a mistake
-# anywhere shows at the end. That makes the logits the strictest test so far, and they are also what
-# a user notices.
+# anywhere shows at the end. That makes the logits the strictest test so far. They also decide which
+# text a user reads.
 
 # %%
 today.glossary("embedding", "logits", "tied head", "final norm", "forward pass", "logit lens")
@@ -171,7 +171,7 @@ class Model:
 # | `F.embedding(ids, table)` | the rows of a table |
 #
 # Without a cache the positions begin at 0. With a cache (Day 11) they begin at `cache.seq_len`, the
-# number of tokens that the cache holds. Pass every block the cache and its own number.
+# number of tokens that the cache holds. Pass each block the cache, and the block's number as `index`.
 #
 # After a kernel restart, run the cells above first (Run → Run All Above Selected Cell).
 
@@ -280,7 +280,9 @@ prompt = "The capital of France is"
 ids = torch.tensor([tokenizer.encode(prompt)])
 logits = model(ids)
 print(list(ids.shape), "->", list(logits.shape))
-print(repr(tokenizer.decode([int(logits[0, -1].argmax())])))
+best = tokenizer.decode([int(logits[0, -1].argmax())])
+print(repr(best))
+assert best == " Paris"
 
 # %% [markdown]
 # The answer is right. As Day 1 said, one right answer proves nothing.
@@ -290,7 +292,8 @@ print(repr(tokenizer.decode([int(logits[0, -1].argmax())])))
 # The check: on the real model, no logit may differ from the oracle's by more than 1e-5 of the largest
 # logit. Why a share of the largest, and not a fixed number? float32 keeps about seven digits *of the
 # largest number in a sum*, and two right programs that add in another order differ in the last of
-# them. (`transformers` has two implementations of attention, and their logits differ a little too.)
+# them. (`transformers` has two implementations of attention, and their logits can differ a little
+# too.)
 
 # %%
 from nanoserve.oracle import load_oracle
@@ -441,9 +444,9 @@ if guess := today.guess("paris"):
 fig
 
 # %% [markdown]
-# Read it from left to right. In the first 18 blocks the answer's rank is worse than 1,000. After that it
+# Read the plot from left to right. In the first 18 blocks the answer's rank is worse than 1,000. After that it
 # climbs, and it reaches first place in one of the last three blocks. No single block produces the
-# answer; many blocks move the stream towards it.
+# answer: many blocks move the stream towards the answer.
 #
 # The limits of this plot: the lens applies the head after every block, although early blocks prepare
 # the input of later blocks and not of the head. So a poor rank early on does not prove that the
@@ -477,5 +480,5 @@ assert answer.text.startswith(" cold")
 #
 # **In one paragraph.** An embedding, thirty blocks, a norm and one large matrix: the model is complete,
 # and its logits are the oracle's within 1e-5 of the largest, on code, digits, Japanese and prose. So
-# are the logits of tiny random Llamas and Qwens, which have what SmolLM2 has not. The logit lens
+# are the logits of tiny random Llamas and Qwens, with features that SmolLM2 lacks. The logit lens
 # showed how the answer arrives: slowly at first, and first in rank only in the last few blocks.

@@ -207,7 +207,8 @@ for wish in [{"top_p": 1.5}, {"temperature": -1}, {"top_k": 2.0}, {"min_p": floa
 # Below 1 the differences grow, and the best token gets more of the probability. Above 1 they shrink. 0
 # means greedy, which the engine handles elsewhere, so `temperature` is above 0 here.
 #
-# `logits` are `[..., vocab]`, float32: one row, or several. Return logits of the same shape and dtype.
+# `logits` are `[..., vocab]`, float32: one row, or several. Return logits of the same shape and dtype,
+# and leave the caller's unchanged.
 # `temperature` may be tiny, down to 1e-37. The probabilities must be right there too, and they must
 # still depend on the temperature.
 #
@@ -242,8 +243,8 @@ def apply_temperature(logits: torch.Tensor, temperature: float) -> torch.Tensor:
 
 # %% [markdown]
 # Softmax depends on differences only. So moving the largest logit to 0 changes no probability, and after
-# that a quotient can only become -inf, which is a probability of 0. The package divides in float64,
-# because float32 has no number near 1e-50 and a caller can set that too.
+# that a quotient can only become -inf, which is a probability of 0. A caller may also set a
+# temperature of 1e-50. float32 has no number near that, so the package divides in float64.
 
 # %%
 print("temperature", *(f"{text!r:>27}" for text in prompts))
@@ -257,8 +258,9 @@ for temperature in (0.5, 0.7, 1.0, 1.5):
 #
 # ## Your turn: top-k
 #
-# A **mask** returns the logits with -inf for each removed token. The others stay as they are; softmax
-# then shares the probability among them. Top-k is the simplest mask: keep the $k$ largest logits.
+# A **mask** returns new logits, with -inf for each removed token and the same logit for each other
+# token. Softmax then shares the probability among the tokens that stay. The caller's logits stay
+# unchanged. Top-k is the simplest mask: keep the $k$ largest logits.
 #
 # 1. Logits that tie with the k-th best stay too.
 # 2. `top_k=0` means off. A `top_k` larger than the vocabulary keeps all.
@@ -347,7 +349,7 @@ def mask_top_p(logits: torch.Tensor, top_p: float) -> torch.Tensor:
 # %% [markdown]
 # The package adds up from the smallest, as `transformers` does, and removes tokens while their sum is
 # `1 - top_p` or less. That is the same rule from the other end. And when the small numbers are added
-# first, rounding loses less of them: at `top_p = 1` nothing goes that has a probability.
+# first, rounding loses less of them. At `top_p = 1` every token with a probability above 0 stays.
 #
 # ## Your turn: min-p
 #
@@ -419,7 +421,7 @@ for wish in wishes:
     print(f"{name:33}", *(f"{survivors(text, **wish):27,}" for text in prompts))
 
 # %% [markdown]
-# Top-p and min-p follow the distribution, and top-k does not. Now one row more. At temperature 1.5 the
+# Top-p and min-p follow the distribution, and top-k does not. Now one more row. At temperature 1.5 the
 # improbable tokens hold so much together that it takes thousands of tokens to reach 90%:
 
 # %%
@@ -430,7 +432,7 @@ assert min(hot) > 1_000
 # %% [markdown]
 # That is thousands of tokens after "Once upon a time" too. Min-p solves this: its bar depends on the best
 # token only, so a long tail of improbable tokens does not lower it. Try the settings below. The
-# outlined bars are the model's probabilities, the filled bars those that the draw uses.
+# outlined bars are the model's probabilities. The filled bars are the probabilities of the draw.
 
 # %% tags=["nbval-ignore-output"]
 after = logits["Once upon a time,"]
@@ -442,10 +444,10 @@ today.widget("sampling", logits=after, tokens=labels)
 #
 # Take one uniform random number between 0 and 1, and the running sum of the probabilities. The first
 # token whose sum exceeds the number is drawn. So each token is drawn with its probability, and a token
-# of probability 0 never.
+# of probability 0 is never drawn.
 #
 # A **seed** makes draws repeatable. It starts a random generator, which belongs to one sequence. Make
-# the generator once: a new one at each step would give the same number each time.
+# the generator once: a new generator at each step would give the same number each time.
 
 
 # %% jupyter={"source_hidden": true}
@@ -654,8 +656,8 @@ assert draws(one) == draws(one) != draws(two)
 # %% [markdown]
 # And are the draws fair? Draw 10,000 times from six tokens. The counts never fit the probabilities
 # exactly; **chi-square** measures how far they are apart. One of the six has probability 0, so there
-# are five counts, which add up to 10,000: four of them are free. Then a fair sampler exceeds 18.47 in
-# one of a thousand tries.
+# are five counts. They add up to 10,000, so four of them are free. With four free counts, a fair
+# sampler exceeds 18.47 in one of a thousand tries.
 
 # %%
 small = torch.tensor([1.0, -0.5, 0.25, -torch.inf, 2.0, 0.0])

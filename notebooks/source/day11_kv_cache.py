@@ -41,11 +41,11 @@ today.picture("kv-cache")
 # %% [markdown]
 # ## Why it matters
 #
-# Day 1 drew a curve: without a cache, every new token costs as much as all tokens before it together.
-# Every engine has a cache against this. It takes about thirty lines.
+# Day 1 drew a curve: without a cache, every step computes all tokens before the new one again. So
+# every engine has a cache. It takes about thirty lines.
 #
-# A mistake in a cache is hard to see. A cache that is off by one position raises no error. The model
-# then writes good text after a past that is slightly wrong.
+# A mistake in a cache is hard to see. A cache that is off by one position raises no error. The text
+# still reads well, but the model continues a past that is slightly wrong.
 
 # %%
 today.glossary(
@@ -105,8 +105,9 @@ print("the first 8 tokens have the same keys in every layer, within 1e-5:", off 
 assert off < 1e-5
 
 # %% [markdown]
-# With 8 tokens or with 13, the first 8 keys are the same, up to rounding. So are the values. So compute
-# them once and keep them. Old queries are not needed again: only the new token has a query.
+# With 8 tokens or with 13, the first 8 keys are the same, up to rounding. For the same reason the
+# values are the same. So compute keys and values once and keep them. Old queries are not needed
+# again: in a step, only the new tokens have queries.
 #
 # The cache gets the keys *after* RoPE. A key is rotated by its own position, and its position never
 # changes. So the rotated key is kept.
@@ -328,13 +329,13 @@ def gqa_attention(
 
 
 # %% [markdown]
-# The other half stands in `Model.hidden` since Day 8: it takes the cos and sin from position
-# `cache.seq_len` on. A new token must not be rotated as if it stood at position 0.
+# The other half is in `Model.hidden` since Day 8: it takes cos and sin from position `cache.seq_len`
+# on. A new token must not be rotated as if it stood at position 0.
 #
 # ## Prove it: one layer
 #
-# Send 13 tokens through layer 0 at once. Then send 5, then one, then a chunk of 4, then three single
-# ones through the same layer with a cache. The cache has one layer, so each call is a whole step.
+# Send 13 tokens through layer 0 at once. Then send the same tokens through the same layer with a cache,
+# in six steps of 5, 1, 4, 1, 1 and 1 tokens. The cache has one layer, so each call is a whole step.
 
 # %%
 from dataclasses import replace
@@ -423,9 +424,9 @@ assert fresh != stale
 assert fresh == greedy(second, 8, NaiveKVCache(config))
 
 # %% [markdown]
-# There is no error, and the English is good. But the keys and values of the first user are part of the
-# second user's answer. One cache belongs to one sequence. That is why `LLM` makes a new one for every
-# prompt.
+# There is no error, and the English is good. But attention also read the first user's keys and values
+# for the second user's answer. One cache belongs to one sequence. That is why `LLM` makes a new cache
+# for every prompt.
 #
 # ## Measure it
 #

@@ -11,9 +11,9 @@
 #
 # Week 3 · Phase 1, correct generation · you need: Day 10 (Sampling), Day 11 (Remember the keys)
 #
-# **Today** the pieces become an engine. One loop serves greedy and sampled, with a cache and without;
-# text streams while it is made; and a stop string ends an answer before a reader has seen any letter
-# of it.
+# **Today** the pieces become an engine. One loop serves greedy and sampled text, with a cache and
+# without. Text streams while it is made. A stop string ends an answer, and a reader sees no letter of
+# the stop string.
 
 # %% jupyter={"source_hidden": true}
 # Set-up: on Colab, installs nanoserve in a minute or two. In your own clone it does nothing.
@@ -161,7 +161,7 @@ for token_id in answer:
 print(repr(shown))
 
 # %% [markdown]
-# It found the stop string, but the first letters of it are shown already. So after each piece, show all
+# It found the stop string, but its first letters are shown already. So after each piece, show all
 # of the text except an **end that could still become a stop string**. With the stop string `END`:
 #
 # | text so far | shown | held back | why |
@@ -177,17 +177,20 @@ print(repr(shown))
 # Write a small class between the tokens and the reader:
 #
 # 1. `add(piece)` takes new text and returns the text that can be shown now.
-# 2. It holds back the **longest** end of the text that begins some stop string, and nothing more.
+# 2. It holds back the **longest** end of the text that is the beginning of a stop string, and nothing
+#    more.
 # 3. When a stop string is complete, `found` becomes True in that call. The call returns the text before
 #    the stop string; later calls return an empty string.
 # 4. Of several stop strings, the one that is **complete first** counts; of two that end together, the
-#    longer. This is the result letter by letter, so it does not depend on the cuts between pieces.
+#    longer. So the result is the same as letter by letter, wherever the cuts between pieces are.
 # 5. `finish()` returns the text that was held and never became a stop string. It is called last.
 # 6. A stop string is plain text: every character stands for itself.
 #
-# The check's table lists the text that each call of `add` returned, then that of `finish`, and when
-# `found` became True. `(['All done', '. ', '', '', '', ''], 'found in piece 4')` means: two pieces
-# showed something, and with the fourth the stop string was complete.
+# `stops` is a list or tuple of strings. It may be empty, and a piece may be an empty string.
+#
+# The check's table lists the text that each call returned, and when `found` became True. With
+# `{'add 1': 'All done', 'add 2': '. ', 'add 3': '', 'finish': '', 'found': 'in add 3'}` two calls of
+# `add` returned text, and in the third call the stop string was complete.
 #
 # If you are stuck: `today.hint()`.
 #
@@ -196,18 +199,18 @@ print(repr(shown))
 
 # %%
 class StopStrings:
-    """Holds text back for as long as it may still turn out to be a stop string."""
+    """Holds text back while it may be the beginning of a stop string."""
 
     def __init__(self, stops):
         self.found = False
         raise NotImplementedError("your turn")
 
     def add(self, piece: str) -> str:
-        """The text that can be shown now; once a stop string has come, nothing from it on."""
+        """The text that can be shown now. From the first stop string on, nothing."""
         raise NotImplementedError("your turn")
 
     def finish(self) -> str:
-        """What was held back and never became a stop string."""
+        """The text that is still held back."""
         raise NotImplementedError("your turn")
 
 
@@ -266,7 +269,7 @@ print([*shown, stop.finish()], stop.found)
 assert "".join(shown) == "1. Bananas\n2. " and stop.found
 
 # %% [markdown]
-# An empty string means that nothing could be shown. No letter of "Oranges" came through.
+# An empty string means that nothing could be shown. No letter of "Oranges" was shown.
 #
 # ## Prove it: thousands of stop strings
 #
@@ -588,9 +591,9 @@ fig
 # prompt. The distance between two dots is a step of decode. If the dots of both rows are about equally
 # far apart in your run, 240 more cached tokens cost little in each step.
 #
-# The limits of this plot: held text would make some dots later. And there is only one reader. With one
-# prompt after another, a second reader waits until the first answer is complete. A later phase is about
-# that.
+# The limits of this plot: text that is held back reaches the reader later than its dot. And there is
+# only one reader. With one prompt after another, a second reader waits until the first answer is
+# complete. A later phase is about that.
 #
 # ## Your answer is the engine
 #

@@ -63,7 +63,7 @@ today.glossary(
 # the time of each token of a run. `read_bandwidth` measures the peak bandwidth: how many bytes of
 # memory the machine can read in a second.
 #
-# Their clock is an argument. That is needed to *test* a benchmark.
+# Their clock is an argument, so that a *test* of the benchmark can pass a clock of its own.
 
 # %%
 import time
@@ -151,8 +151,9 @@ token_times(pretend, clock=lambda: now)
 # First the limit. Which bytes must a step read from memory to make one token with a cache?
 #
 # - **Every weight, once.** `expected_shapes(config)` (Day 2) has every tensor's shape by its name. It
-#   lists one table of the size of the embedding. A step reads one row of the embedding, but it reads
-#   the whole head, which has the same size, tied or not. So count that table once.
+#   lists one table of the size of the embedding. A step reads the whole head, which has the same
+#   size, tied or not. So count that table once. A step also reads one row of the embedding: leave
+#   that row out.
 # - **The cached keys and values:** in each layer, a key and a value of each of the `context` cached
 #   tokens, for `n_kv` heads of `head_dim` numbers.
 #
@@ -340,7 +341,7 @@ today.predict(
 # %% [markdown]
 # Three code paths on the same weights, in turns: our loop with and without its cache, and `transformers`
 # with its own cache. Their tokens are compared before any of them is timed. (Three tokens and one round
-# keep this short. For better numbers, set 8 and 3.)
+# keep this short. For better numbers, set `tokens=8` and `rounds=3`.)
 
 # %% tags=["nbval-ignore-output"]
 from nanoserve import load_tokenizer
@@ -689,9 +690,9 @@ ax.set(ylim=(0, None), xlim=(6, 3_000), xticks=sizes)
 fig
 
 # %% [markdown]
-# Tiles of 128 compute 56% of the scores. If they take less than 56% of the time in your run, memory is a
-# reason: the scores of a tile are few enough to stay in the processor's cache, and a million scores are
-# not. At the other end, many tiny products take time to start.
+# Tiles of 128 compute 56% of the scores. If they take less than 56% of the time in your run, memory may
+# be a reason: the scores of a tile can stay in the processor's cache, and a million scores in each
+# head may not. At the other end, many tiny products take time to start.
 #
 # The limits of this plot: attention is one part of prefill, and the matrix products of the MLP are
 # another. A decode step has one query, so it has no half to leave out. Day 22 cuts the keys into tiles
@@ -716,15 +717,16 @@ print(f"as a tile, in 16 bits: {took['tile'] * 1e6:.0f} µs")
 print(f"as sdpa does it, in float32: {took['float32'] * 1e6:.0f} µs")
 
 # %% [markdown]
-# For float32 the keys and values are copied first, to twice their size. Where that is faster all the same,
-# PyTorch's product of 16-bit numbers is slow for so few rows on that processor. On other processors
-# the tile can be faster. Either way the float32 result is the more exact one.
+# For float32 the keys and values are copied first, to twice their size. If float32 is faster all the
+# same in your run, then PyTorch's product of 16-bit numbers is slow for so few rows on your processor.
+# On other processors the tile can be faster. The float32 result is more exact in both cases.
 #
 # ### One product for three
 #
 # A decode step reads every weight once, and joining weights saves no bytes. But each product also takes
-# time to start, and k and v have only 192 rows each, beside q's 576. All three multiply the same `x`.
-# So put their rows one after another, once, when a model is loaded, and multiply once.
+# time to start, and two of the products are small: k and v have 192 rows each, and q has 576. All
+# three multiply the same `x`.
+# So join their rows into one matrix, once, when a model is loaded, and multiply once in each step.
 #
 # A layer's dictionary gets one more name, `self_attn.qkv_proj.weight`, and the three old names become
 # views of its rows. `_qkv` uses the new name; for a layer without it, it computes three products.
@@ -814,7 +816,7 @@ def join_qkv(model: Model) -> None:
 
 
 # %%
-def both_ways(dtype: torch.dtype) -> dict[str, Model]:
+def both_variants(dtype: torch.dtype) -> dict[str, Model]:
     """The same weights twice: as they were loaded, and joined."""
     apart, joined = (
         Model(config, load_weights(resolve("smollm2"), config, dtype)) for _ in range(2)
@@ -823,14 +825,14 @@ def both_ways(dtype: torch.dtype) -> dict[str, Model]:
     return {"apart": apart, "joined": joined}
 
 
-apart, joined = both_ways(torch.float32).values()
+apart, joined = both_variants(torch.float32).values()
 held = [*joined.weights.values(), *(w for layer in joined.layers for w in layer.values())]
 stored = {w.untyped_storage().data_ptr(): w.untyped_storage().nbytes() for w in held}
 values_kept = all(torch.equal(joined.weights[name], w) for name, w in apart.weights.items())
 print("every name keeps its values:", values_kept)
 print("nothing is stored twice:", sum(stored.values()) == bytes_per_token(config, 0, torch.float32))
 x = torch.randn(1, 1, config.hidden_size, generator=generator)
-three, one = (_qkv(x, way.layers[0]) for way in (apart, joined))
+three, one = (_qkv(x, variant.layers[0]) for variant in (apart, joined))
 same = float((one - three).abs().max() / three.abs().max()) < 1e-5
 print("one product gives what three give, within 1e-5 of the largest:", same)
 assert values_kept and same
@@ -841,8 +843,10 @@ assert values_kept and same
 # %% tags=["nbval-ignore-output"]
 token = torch.tensor([[504]])
 for dtype in (torch.float32, torch.bfloat16):
-    ways = both_ways(dtype).items()
-    steps = {name: lambda way=way: [way(token) for _ in range(4)] for name, way in ways}
+    steps = {
+        name: lambda variant=variant: [variant(token) for _ in range(4)]
+        for name, variant in both_variants(dtype).items()
+    }
     took = median_times(steps, rounds=15)
     times = ", ".join(f"{seconds / 4 * 1e3:.1f} ms {name}" for name, seconds in took.items())
     print(f"{dtype}: a step takes {times}")
@@ -854,4 +858,4 @@ for dtype in (torch.float32, torch.bfloat16):
 # call.
 #
 # One caution: the three old names are views. An in-place edit of one of them shows in the joined rows.
-# Another tensor under an old name does not: the model still uses the joined rows.
+# If you put another tensor under an old name, the model still uses the joined rows.

@@ -94,6 +94,27 @@ def _adds_to_the_copy(x, layer, cos, sin, config, cache=None, index=0):
     return x + _mlp(x, layer)
 
 
+@wrong(
+    "The result of attention is added to the normed copy. The copy is only for reading; add to x "
+    "itself.",
+    hints="attention",
+)
+def _first_adds_to_the_copy(x, layer, cos, sin, config, cache=None, index=0):
+    x = _norm(x, layer, FIRST)
+    x = x + gqa_attention(x, layer, cos, sin, config, cache, index)
+    return x + _mlp(_norm(x, layer, SECOND), layer)
+
+
+@wrong(
+    "The MLP's result is added to the normed copy. The copy is only for reading; add to x itself.",
+    hints="mlp",
+)
+def _second_adds_to_the_copy(x, layer, cos, sin, config, cache=None, index=0):
+    x = x + gqa_attention(_norm(x, layer, FIRST), layer, cos, sin, config, cache, index)
+    x = _norm(x, layer, SECOND)
+    return x + _mlp(x, layer)
+
+
 @wrong("input_layernorm is used twice. Use post_attention_layernorm before the MLP.", hints="mlp")
 def _one_norm_twice(x, layer, cos, sin, config, cache=None, index=0):
     x = x + gqa_attention(_norm(x, layer, FIRST), layer, cos, sin, config, cache, index)
@@ -227,15 +248,16 @@ EXERCISES = (
         _cases,
         hints={
             "mlp": (
-                "Attention gives 0 here, so the MLP meets the stream as it came in. Which norm "
-                "does the MLP read through, and where does its result go?",
+                "Take the case in which attention adds nothing. The MLP then reads the stream as "
+                "it came in. Which norm stands before the MLP, and to what is its result added?",
                 "x + swiglu(a normed copy of x), and the norm before the MLP is called "
                 "post_attention_layernorm.",
                 'normed = rms_norm(x, layer["post_attention_layernorm.weight"], config.norm_eps), '
                 "then x + swiglu(normed, gate, up, down).",
             ),
             "attention": (
-                "The MLP gives 0 here. Follow the stream through the left half of the picture.",
+                "Take the case in which the MLP adds nothing. Follow the stream through the left "
+                "half of the picture.",
                 "x + attention(a normed copy of x); the stream itself is not normed.",
                 'normed = rms_norm(x, layer["input_layernorm.weight"], config.norm_eps), then '
                 "x = x + gqa_attention(normed, layer, cos, sin, config, cache, index).",
@@ -248,8 +270,9 @@ EXERCISES = (
                 "Call the first sum x again (x = x + ...), and let the last two lines use that x.",
             ),
             "cache": (
-                "Two of the arguments have not been used yet.",
-                "gqa_attention takes them as its last two. Nothing else in a block needs them.",
+                "Which of the block's arguments does your code not use yet?",
+                "gqa_attention takes `cache` and `index` as its last two arguments. Nothing else "
+                "in a block needs them.",
                 "gqa_attention(normed, layer, cos, sin, config, cache, index)",
             ),
             "eps": (
@@ -267,7 +290,8 @@ EXERCISES = (
         target="nanoserve.layers:block",
         wrong=(
             _post_norm, _no_residual, _first_residual_missing, _second_residual_missing,
-            _adds_to_the_copy, _one_norm_twice, _norms_swapped, _mlp_unnormed, _attention_unnormed,
+            _adds_to_the_copy, _first_adds_to_the_copy, _second_adds_to_the_copy, _one_norm_twice,
+            _norms_swapped, _mlp_unnormed, _attention_unnormed,
             _side_by_side, _attention_lost, _gate_and_up_swapped, _own_eps, _cache_forgotten,
             _index_forgotten, _in_place,
         ),

@@ -85,6 +85,33 @@ def _copies(weights, i):
     return {n: w.clone() for n, w in _right(weights, i).items()}
 
 
+@wrong(
+    "The prefix is cut off by a fixed number of characters. `model.layers.11.` is one character "
+    "longer than `model.layers.1.`.",
+    hints="prefix",
+)
+def _fixed_length(weights, i):
+    start = len(_prefix(0))
+    return {n[start:]: w for n, w in weights.items() if n.startswith(_prefix(i))}
+
+
+@wrong(
+    "Each name begins with a dot. The dot after the number belongs to the prefix: cut it off too.",
+    hints="prefix",
+)
+def _dot_left(weights, i):
+    return {"." + n: w for n, w in _right(weights, i).items()}
+
+
+@wrong(
+    "The names of other layers, or of no layer, are kept too. Keep only the names that begin with "
+    "this layer's prefix.",
+    hints="names",
+)
+def _all_names(weights, i):
+    return {n.removeprefix(_prefix(i)): w for n, w in weights.items()}
+
+
 def _right(weights, i):
     return {n[len(_prefix(i)) :]: w for n, w in weights.items() if n.startswith(_prefix(i))}
 
@@ -99,8 +126,9 @@ def _named() -> dict[str, torch.Tensor]:
 
 
 def _same_memory(answer, weights, i):
-    got = answer(weights, i).values()
-    return ["the same" if any(x is w for w in weights.values()) else "a copy" for x in got]
+    """For each name of layer i: the same tensor as in `weights`, or a copy."""
+    same = {id(w) for w in weights.values()}
+    return {n: "the same" if id(w) in same else "a copy" for n, w in answer(weights, i).items()}
 
 
 def _layer_cases() -> list[Case]:
@@ -209,6 +237,34 @@ def _off_by_one(self, ids, cache=None):
     return _run(self, ids, cache, position=1 + (0 if cache is None else cache.seq_len))
 
 
+@wrong(
+    "`self._rope(start, stop)` takes two positions. Here stop is the number of new tokens, which "
+    "is right only without a cache: use start + ids.shape[1].",
+    hints="cache",
+)
+def _stop_without_start(self, ids, cache=None):
+    start = 0 if cache is None else cache.seq_len
+    cos, sin = self._rope(start, ids.shape[1])
+    x = F.embedding(ids, self.weights["model.embed_tokens.weight"])
+    for index, layer in enumerate(self.layers):
+        x = block(x, layer, cos, sin, self.config, cache, index)
+    return rms_norm(x, self.weights["model.norm.weight"], self.config.norm_eps)
+
+
+@wrong(
+    "The number of positions is taken from len(ids), which is the batch. ids are [batch, seq]: use "
+    "ids.shape[1].",
+    hints="positions",
+)
+def _batch_for_seq(self, ids, cache=None):
+    start = 0 if cache is None else cache.seq_len
+    cos, sin = self._rope(start, start + len(ids))
+    x = F.embedding(ids, self.weights["model.embed_tokens.weight"])
+    for index, layer in enumerate(self.layers):
+        x = block(x, layer, cos, sin, self.config, cache, index)
+    return rms_norm(x, self.weights["model.norm.weight"], self.config.norm_eps)
+
+
 @wrong("The cache is not passed on to the blocks: block(..., cache, index).", hints="cache")
 def _cache_dropped(self, ids, cache=None):
     return _run(self, ids, cache, handed=False)
@@ -291,6 +347,11 @@ def _probabilities(self, hidden):
     return F.linear(hidden, self.weights["lm_head.weight"]).softmax(-1)
 
 
+@wrong("It returns logarithms of probabilities. Logits are the scores before log_softmax.")
+def _log_probabilities(self, hidden):
+    return F.linear(hidden, self.weights["lm_head.weight"]).log_softmax(-1)
+
+
 @wrong("It returns the best token. The head gives all scores; Day 9 chooses among them.")
 def _picked(self, hidden):
     return F.linear(hidden, self.weights["lm_head.weight"]).argmax(-1)
@@ -365,7 +426,10 @@ EXERCISES = (
             ),
         },
         target="nanoserve.model:_layer",
-        wrong=(_no_dot, _keeps_prefix, _lstrip, _no_bias, _cut_behind, _from_one, _copies),
+        wrong=(
+            _no_dot, _keeps_prefix, _lstrip, _no_bias, _cut_behind, _from_one, _copies,
+            _fixed_length, _dot_left, _all_names,
+        ),
     ),
     Exercise(
         "hidden",
@@ -373,7 +437,7 @@ EXERCISES = (
         hints={
             "ends": (
                 "There is one block here. Which step comes before it, and which comes after it?",
-                "Before: look up a row of the embedding for each id (F.embedding), and ask "
+                "Before: look up a row of the embedding for each id (F.embedding), and call "
                 "self._rope for cos and sin. After: the final norm.",
                 'x = F.embedding(ids, self.weights["model.embed_tokens.weight"]), and at the end '
                 'rms_norm(x, self.weights["model.norm.weight"], self.config.norm_eps).',
@@ -384,6 +448,12 @@ EXERCISES = (
                 "of the next block.",
                 "for index, layer in enumerate(self.layers): "
                 "x = block(x, layer, cos, sin, self.config, cache, index)",
+            ),
+            "positions": (
+                "Each token of `ids` needs cos and sin of its own position. How many positions are "
+                "there?",
+                "As many as a row of ids has tokens, and ids are [batch, seq].",
+                "cos, sin = self._rope(start, start + ids.shape[1])",
             ),
             "cache": (
                 "The cache holds seven tokens. At which position does the first new token stand?",
@@ -397,6 +467,7 @@ EXERCISES = (
         wrong=(
             _no_norm, _one_short, _not_a_chain, _same_layer, _backwards, _scaled,
             _norms_everywhere, _from_zero, _off_by_one, _cache_dropped, _index_forgotten, _own_eps,
+            _stop_without_start, _batch_for_seq,
         ),
     ),
     Exercise(
@@ -424,6 +495,9 @@ EXERCISES = (
             ),
         },
         target="nanoserve.model:Model.head",
-        wrong=(_embedding, _probabilities, _picked, _last_only, _normed_again, _scaled_logits),
+        wrong=(
+            _embedding, _probabilities, _log_probabilities, _picked, _last_only, _normed_again,
+            _scaled_logits,
+        ),
     ),
 )  # fmt: skip

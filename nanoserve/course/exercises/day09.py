@@ -103,6 +103,16 @@ def _one_too_few(model, prompt_ids, params, cache=None, eos_ids=()):
 
 
 @wrong(
+    "max_tokens is compared with the length of the whole text, prompt included. It counts the new "
+    "tokens only.",
+    hints="count",
+)
+def _prompt_counted(model, prompt_ids, params, cache=None, eos_ids=()):
+    extra = -len(prompt_ids)
+    yield from _loop(model, prompt_ids, params, eos_ids, extra=extra)
+
+
+@wrong(
     "The logits are read at the first position. That row is about the token after the first one; "
     "the last row is about the token after the whole text.",
     hints="row",
@@ -293,8 +303,8 @@ EXERCISES = (
                 "for _ in range(params.max_tokens): with one yield in each round",
             ),
             "row": (
-                "The model gives a row of logits for every position. Which row is about the token "
-                "after the whole text?",
+                "The model returns a row of logits for every position. Which row is about the "
+                "token after the whole text?",
                 "The last one, and next_logits returns just that row.",
                 "best = int(next_logits(model, ids).argmax())",
             ),
@@ -315,7 +325,7 @@ EXERCISES = (
             _end_dropped, _one_too_many, _one_too_few, _first_position, _prompt_too,
             _only_the_newest, _never_appended, _never_ends, _first_end_only, _end_in_the_prompt,
             _context_ignored, _context_one_short, _all_at_once, _prompt_grows, _bare_ids,
-            _tensor_ids,
+            _tensor_ids, _prompt_counted,
         ),
     ),
 )  # fmt: skip

@@ -96,13 +96,32 @@ def _clamped(logits, temperature):
 
 
 @wrong(
-    "The temperature is replaced by a larger one (such as max(temperature, 1e-4)), or a small "
-    "number is added to it. Logits that are very close then get other probabilities. Keep the "
-    "temperature; subtract the largest logit first.",
+    "Logits that are very close get wrong probabilities. Either the temperature is replaced by a "
+    "larger one, as by max(temperature, 1e-4), or another step before the division rounds the "
+    "small differences away, as log_softmax does. Keep the temperature, and subtract only the "
+    "largest logit.",
     hints="floor",
 )
 def _floor(logits, temperature):
     return logits / max(temperature, 1e-4)
+
+
+@wrong(
+    "The quotient is cut off at a largest number (clamp, nan_to_num), so logits that differ become "
+    "equal. Subtract the largest logit before the division: then nothing overflows.",
+    hints="tiny",
+)
+def _cut_off(logits, temperature):
+    return (logits / temperature).clamp(min=-1e38, max=1e38)
+
+
+@wrong(
+    "A row's mean is subtracted. Where a logit is -inf, the mean is -inf too, and -inf - (-inf) is "
+    "NaN. Subtract the row's largest logit.",
+    hints="tiny",
+)
+def _mean_subtracted(logits, temperature):
+    return (logits - logits.mean(dim=-1, keepdim=True)) / temperature
 
 
 @wrong(
@@ -272,6 +291,8 @@ def _p_one_more(logits, top_p):
     hints="line",
 )
 def _p_at_the_line(logits, top_p):
+    if top_p == 1:
+        return logits
     return _top_p_by(logits, lambda p, with_it, without: _first(without <= top_p))
 
 
@@ -285,6 +306,32 @@ def _p_not_sorted_back(logits, top_p):
         return logits
     probs = logits.sort(dim=-1, descending=True).values.softmax(dim=-1)
     keep = _first(probs.cumsum(dim=-1) - probs < top_p)
+    return logits.masked_fill(~keep, -INF)
+
+
+@wrong(
+    "The masked logits are brought back with `gather`, which does not undo a sort. Scatter the "
+    "mask: mask.scatter(-1, ids, mask), with the ids that sort returned.",
+    hints="order",
+)
+def _p_gathered(logits, top_p):
+    if top_p == 1:
+        return logits
+    descending, ids = logits.sort(dim=-1, descending=True)
+    probs = descending.softmax(dim=-1)
+    keep = _first(probs.cumsum(dim=-1) - probs < top_p)
+    return descending.masked_fill(~keep, -INF).gather(-1, ids)
+
+
+@wrong(
+    "The sum runs in the order of the ids. Sort by probability first, the best token first.",
+    hints="order",
+)
+def _p_unsorted(logits, top_p):
+    if top_p == 1:
+        return logits
+    probs = logits.softmax(dim=-1)
+    keep = probs.cumsum(dim=-1) - probs < top_p
     return logits.masked_fill(~keep, -INF)
 
 
@@ -423,6 +470,16 @@ def _m_probabilities(logits, min_p):
     return mask_min_p(logits, min_p).softmax(dim=-1)
 
 
+@wrong(
+    "This returns probabilities, with 0 for removed tokens. Use the probabilities to decide, and "
+    "return the logits, with -inf for removed tokens.",
+    hints="removed",
+)
+def _m_masked_probabilities(logits, min_p):
+    probs = logits.softmax(dim=-1)
+    return probs.masked_fill(probs < min_p * probs.amax(dim=-1, keepdim=True), 0.0)
+
+
 def _min_p_cases() -> list[Case]:
     return [
         Case("0.5, 0.3, 0.15 and 0.05 at 0.2", (torch.tensor([0.5, 0.3, 0.15, 0.05]).log(), 0.2),
@@ -465,7 +522,7 @@ EXERCISES = (
         target="nanoserve.sampling:apply_temperature",
         wrong=(
             _multiplied, _after_softmax, _softmaxed, _overflows, _one_maximum, _power, _clamped,
-            _floor, _greedy_when_tiny,
+            _floor, _greedy_when_tiny, _cut_off, _mean_subtracted,
         ),
     ),
     Exercise(
@@ -491,9 +548,9 @@ EXERCISES = (
                 "logits < last, compared by value; do not keep by the indices of topk.",
             ),
             "edges": (
-                "Two values of k need a thought: 0, and one larger than the vocabulary.",
-                "0 means off: return the logits. A k that is too large keeps all; topk would "
-                "refuse it.",
+                "Two values of k need care: 0, and one larger than the vocabulary.",
+                "0 means off: return the logits. A k that is too large keeps all; topk "
+                "raises an error for it.",
                 "if top_k == 0: return logits, and min(top_k, logits.shape[-1]) for topk.",
             ),
             "removed": REMOVED,
@@ -549,7 +606,7 @@ EXERCISES = (
         wrong=(
             _p_drops_the_crossing, _p_one_more, _p_at_the_line, _p_not_sorted_back, _p_empty,
             _p_to_zero, _p_keeps_the_tail, _p_without_softmax, _p_by_value, _p_probabilities,
-            _p_sum_with_it, _p_rounded_at_one,
+            _p_sum_with_it, _p_rounded_at_one, _p_gathered, _p_unsorted,
         ),
     ),
     Exercise(
@@ -578,7 +635,7 @@ EXERCISES = (
         target="nanoserve.sampling:mask_min_p",
         wrong=(
             _m_relative_to_one, _m_strict, _m_subtracted, _m_logits, _m_one_best, _m_to_zero,
-            _m_probabilities,
+            _m_probabilities, _m_masked_probabilities,
         ),
     ),
 )  # fmt: skip

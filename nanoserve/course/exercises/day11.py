@@ -197,20 +197,18 @@ def _broken_off(answer: type) -> list:
 
 
 def _is_view(answer: type) -> list[str]:
+    """Whether what append returns shares its memory with the strips."""
     cache = _cache(answer, 32)
-    k, v = _keys_and_values(5, 0)
-    first = cache.append(0, k, v)
-    second = cache.append(0, k, v)  # layer 0 again: the length has not moved
+    returned = cache.append(0, *_keys_and_values(5, 0))
     told = []
-    for name, one, two in zip(("keys", "values"), first, second, strict=True):
-        kind = "a view of the strip" if one.data_ptr() == two.data_ptr() else "a copy"
-        told.append(f"{name}: {kind}")
+    for name, part, strip in zip(("keys", "values"), returned, (cache._k, cache._v), strict=True):
+        same = part.untyped_storage().data_ptr() == strip.untyped_storage().data_ptr()
+        told.append(f"{name}: {'a view of the strip' if same else 'a copy'}")
     return told
 
 
 def _refused(answer: type, batch: int) -> list[str]:
-    """A step with a batch that is not 1, after 5 tokens, in a model of one layer: what it "
-    "changed."""
+    """What a step with a batch other than 1 changes, after 5 tokens, in a model of one layer."""
     cache = _cache(answer, 32, layers=1)
     cache.append(0, *_keys_and_values(5, 0))
     try:
@@ -331,6 +329,16 @@ def _only_the_old(self, layer, k, v):
 
 
 @wrong(
+    "It returns tokens 0 to self.seq_len - 1. seq_len moves at the last layer only, so the other "
+    "layers return the cached tokens without this step's. Cut at `end`.",
+    hints="returned",
+)
+def _up_to_seq_len(self, layer, k, v):
+    k, v = _right(self, layer, k, v)
+    return k[:, :, : self.seq_len], v[:, :, : self.seq_len]
+
+
+@wrong(
     "It returns the whole strip, unused capacity included, so attention would read keys that "
     "nobody wrote. Cut at `end`.",
     hints="returned",
@@ -367,8 +375,8 @@ def _no_growth(self, layer, k, v):
 )
 def _copied(self, layer, k, v):
     old = self.seq_len
-    history = _right(self, layer, k, v)
-    return tuple(torch.cat([h[:, :, :old], new], dim=2) for h, new in zip(history, (k, v)))  # noqa: B905
+    views = _right(self, layer, k, v)
+    return tuple(torch.cat([h[:, :, :old], new], dim=2) for h, new in zip(views, (k, v)))  # noqa: B905
 
 
 @wrong(
@@ -382,8 +390,7 @@ def _three_axes(self, layer, k, v):
 
 
 @wrong(
-    "A batch of two is accepted and its second sequence is lost. Refuse it: raise ValueError, with "
-    "the number of sequences in the message.",
+    "A batch of two is accepted and its second sequence is lost. Refuse it: raise ValueError.",
     hints="batch",
 )
 def _batch_taken(self, layer, k, v):
@@ -407,6 +414,31 @@ def _empty_batch_taken(self, layer, k, v):
     if k.shape[0] > 1:
         raise ValueError(f"a batch of {k.shape[0]}")
     return _right(self, layer, k, v) if len(k) else (k, v)
+
+
+@wrong(
+    "There is no strip before the first token: self._k is None. Call self._grow there too.",
+    hints="grow",
+)
+def _none_forgotten(self, layer, k, v):
+    if k.shape[0] != 1:
+        raise ValueError(f"a batch of {k.shape[0]}")
+    if self._k is None and self.seq_len + k.shape[2] <= self._capacity:
+        self._k[layer] = k[0]
+    return _right(self, layer, k, v)
+
+
+@wrong(
+    "The strip grows in every step. Grow only if self._k is None or `end` is larger than "
+    "self._capacity.",
+    hints="grow",
+)
+def _grows_each_step(self, layer, k, v):
+    if k.shape[0] != 1:
+        raise ValueError(f"a batch of {k.shape[0]}")
+    if layer == 0:
+        self._grow(self.seq_len + k.shape[2], k)
+    return _right(self, layer, k, v, grows=False)
 
 
 @wrong(
@@ -454,10 +486,12 @@ APPEND = Exercise(
             "if layer == self._config.num_layers - 1: self.seq_len = end",
         ),
         "grow": (
-            "What happens when `end` is larger than self._capacity?",
+            "Before the first token self._k is None. Later `end` can be larger than "
+            "self._capacity. What must happen in both cases?",
             "self._grow(needed, like) makes the strips longer and moves the cached tokens over. "
-            "`needed` is the number of tokens that must fit; `like` gives dtype and device: k.",
-            "Before writing: if self._k is None or end > self._capacity: self._grow(end, k)",
+            "`needed` is the number of tokens that must fit. For `like` pass k: the strips get its "
+            "dtype and device.",
+            "Before you write: if self._k is None or end > self._capacity: self._grow(end, k)",
         ),
         "view": (
             "Are the tensors that you return a part of the strip, or new memory?",
@@ -483,6 +517,7 @@ APPEND = Exercise(
         _at_zero, _every_layer, _first_layer, _never_moves, _moves_by_one, _only_the_new,
         _only_the_old, _whole_strip, _swapped, _one_strip, _no_growth, _copied, _three_axes,
         _batch_taken, _refused_too_late, _empty_batch_taken, _grows_by_the_step, _grows_too_early,
+        _up_to_seq_len, _none_forgotten, _grows_each_step,
     ),
 )  # fmt: skip
 

@@ -224,6 +224,23 @@ class _HeldStays(_Right):
 
 
 @wrong(
+    "The text with the stop string is still held when the stop string is complete, and `finish` "
+    "returns it. Empty what you hold there.",
+    hints="finish",
+)
+class _HoldsTheStop(_Right):
+    def add(self, piece):
+        whole, before = self.held + piece, self.found
+        text = super().add(piece)
+        if self.found and not before:
+            self.held = whole
+        return text
+
+    def finish(self):
+        return self.held
+
+
+@wrong(
     "Only beginnings of the first stop string are held. Compare with every stop string.",
     hints="split",
 )
@@ -297,18 +314,18 @@ class _TellsLate(_Right):
         return super().finish()
 
 
-def _shown(answer: type, stops: tuple[str, ...], pieces: list[str]) -> tuple[list[str], str]:
-    """What each piece let through, and what `finish` returned; and when `found` became True."""
+def _shown(answer: type, stops: tuple[str, ...], pieces: list[str]) -> dict[str, str]:
+    """The text that each call returned, and the call in which `found` became True."""
     stop = answer(stops)
-    shown, told = [], "not found"
-    for number, piece in enumerate(pieces, 1):
-        shown.append(stop.add(piece))
-        if stop.found and told == "not found":
-            told = f"found in piece {number}"
-    shown.append(stop.finish())
-    if stop.found and told == "not found":
-        told = "found in finish"
-    return shown, told
+    calls = [
+        (f"add {number}", lambda p=piece: stop.add(p)) for number, piece in enumerate(pieces, 1)
+    ]
+    told, found = {}, "never"
+    for name, call in [*calls, ("finish", stop.finish)]:
+        told[name] = call()
+        if stop.found and found == "never":
+            found = f"in {name}"
+    return told | {"found": found}
 
 
 def _cases() -> list[Case]:
@@ -377,7 +394,7 @@ EXERCISES = (
                 "max(..., default=0), and text[: len(text) - keep] instead of text[:-keep]",
             ),
             "found": (
-                "The engine looks at `found` after every call of add. When must it be True?",
+                "The engine reads `found` after every call of add. When must it be True?",
                 "From the call on in which the stop string becomes complete.",
                 "self.found = True, right before you return the text in front of the stop string",
             ),
@@ -406,7 +423,7 @@ EXERCISES = (
             _Leaks, _EachAlone, _HoldsAll, _HoldsFixed, _HoldsWhole, _HoldsSlice, _ListOrder,
             _EarliestStart, _ShorterWins, _DropsBefore, _FinishLoses, _StopShown, _GoesOn,
             _StartsOver, _NeverTells, _HeldStays, _FirstOnly, _OneCharacter, _ShortestEnd,
-            _Pattern, _AnyCase, _TellsLate,
+            _Pattern, _AnyCase, _TellsLate, _HoldsTheStop,
         ),
     ),
 )  # fmt: skip

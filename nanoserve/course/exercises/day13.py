@@ -31,6 +31,15 @@ def _no_past(start, tile, query_len, kv_len):
 
 
 @wrong(
+    "The cached tokens are not added: start counts queries, and kv_len - query_len keys stand "
+    "before query 0.",
+    hints="past",
+)
+def _no_past_to_kv_len(start, tile, query_len, kv_len):
+    return min(start + tile, kv_len)
+
+
+@wrong(
     "All keys are counted. That is right for the last tile; the tiles before it need fewer.",
     hints="first",
 )
@@ -97,7 +106,15 @@ KEYS_OF_A_TILE = Exercise(
         ),
     },
     solution=keys_of_a_tile,
-    wrong=(_no_past, _all_keys, _past_the_end, _first_query, _without_itself, _own_keys),
+    wrong=(
+        _no_past,
+        _no_past_to_kv_len,
+        _all_keys,
+        _past_the_end,
+        _first_query,
+        _without_itself,
+        _own_keys,
+    ),
 )
 
 
@@ -120,6 +137,33 @@ def _cached(config: ModelConfig, context: int) -> int:
 def _embedding_too(config, context, dtype):
     embedding = config.vocab_size * config.hidden_size
     return bytes_per_token(config, context, dtype) + embedding * dtype.itemsize
+
+
+@wrong(
+    "The head is left out. It is as large as the embedding, and a step reads all of it: count the "
+    "one table that expected_shapes lists.",
+    hints="weights",
+)
+def _no_table(config, context, dtype):
+    embedding = config.vocab_size * config.hidden_size
+    return bytes_per_token(config, context, dtype) - embedding * dtype.itemsize
+
+
+@wrong(
+    "The one row of the embedding is counted in addition. It is small: leave it out.",
+    hints="weights",
+)
+def _row_too(config, context, dtype):
+    return bytes_per_token(config, context, dtype) + config.hidden_size * dtype.itemsize
+
+
+@wrong(
+    "The new token's own key and value are counted as cached. Count `context` tokens, not "
+    "context + 1.",
+    hints="cached",
+)
+def _own_token_too(config, context, dtype):
+    return bytes_per_token(config, context + 1, dtype)
 
 
 @wrong("The cache is counted for n_q heads. Keys and values have n_kv heads.", hints="cached")
@@ -150,7 +194,7 @@ def _four_bytes(config, context, dtype):
     "Keys and values are counted as 4 bytes a number. They have the model's dtype too.",
     hints="dtype",
 )
-def _history_in_float32(config, context, dtype):
+def _cache_in_float32(config, context, dtype):
     return _weights(config) * dtype.itemsize + 4 * _cached(config, context)
 
 
@@ -221,8 +265,9 @@ BYTES_PER_TOKEN = Exercise(
     },
     target="nanoserve.bench.decode:bytes_per_token",
     wrong=(
-        _embedding_too, _query_heads, _keys_only, _numbers, _four_bytes, _history_in_float32,
-        _matrices_only, _one_layer, _weights_only, _again_and_again,
+        _embedding_too, _query_heads, _keys_only, _numbers, _four_bytes, _cache_in_float32,
+        _matrices_only, _one_layer, _weights_only, _again_and_again, _no_table, _row_too,
+        _own_token_too,
     ),
 )  # fmt: skip
 
