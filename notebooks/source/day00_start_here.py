@@ -55,7 +55,7 @@ question = [{"role": "user", "content": "What is gravity?"}]
 print(wrapped(llm.chat(question, SamplingParams(max_tokens=48)).text))
 
 # %% [markdown]
-# The model has 135 million parameters, which is small: it will tell you untrue things in good
+# The model has 135 million parameters, which is small: it can tell you untrue things in good
 # English. You build the engine under it, and you compare every part of the engine with a trusted
 # answer.
 #
@@ -68,12 +68,12 @@ today.picture("how-a-day-works")
 # 1. **Predict.** Before a measurement you are asked for a number. Put yours in place of `None`. You
 #    will remember the right number better after a wrong guess.
 # 2. **Your turn.** A cell holds a function with its shapes, its rules and no body. Write it and run
-#    the cell: `today.check` tries it on a handful of cases and says which one failed and how.
+#    the cell: `today.check` tries it on a few cases and says which of them failed and how.
 #    Stuck? `today.hint()` gives a hint about your mistake, and each call says more. You can also
 #    leave every exercise alone and run the notebook to its end.
 # 3. **Lands.** A cell that begins with `# lands in nanoserve/…` holds the engine's own code, word
-#    for word. It is folded: open it once you have tried. It defines the name anew, so from there on
-#    the notebook uses the package's version. Only `today.mine()`, in 5, runs yours.
+#    for word. The cell is folded: open it once you have tried. It defines the name again, so from
+#    there on the notebook uses the package's version. Only `today.mine()` (point 5) runs yours.
 # 4. **Measure.** Every day has a plot of something that just ran on your machine, with your guess
 #    in it.
 # 5. **Your answer is the engine.** An answer that passes its check is saved. Inside
@@ -85,8 +85,8 @@ today.picture("how-a-day-works")
 # Cell.
 #
 # Try it. This is the smallest exercise of the course: how many bytes do `count` numbers take, if
-# each has `bits` bits? The numbers are packed side by side, so they share bytes. A byte that is
-# begun counts as a whole one, and the result is an int.
+# each has `bits` bits? The numbers are packed side by side: a number may begin in one byte and
+# end in the next. A byte that is used in part counts as a whole byte. The result is an int.
 
 
 # %%

@@ -265,10 +265,10 @@ print(config.n_q, "query heads,", config.n_kv, "KV heads of", config.head_dim)
 # | word | what it is |
 # | --- | --- |
 # | block | one of the model's equal stages: attention, then an MLP |
-# | query head, KV head | attention runs in heads, side by side, on vectors of length `head_dim`; a query asks, keys and values answer, and these have fewer heads |
-# | q, k, v, o | the matrices that make queries, keys and values, and the one that joins what the heads found |
+# | query head, KV head | attention works on several vectors of length `head_dim` side by side, the heads; keys and values have fewer heads than queries |
+# | q, k, v, o | the matrices that make queries, keys and values, and the matrix that joins the results of the heads |
 # | gate, up, down | the matrices of the MLP |
-# | score, softmax | a query times a key; the function that makes shares of the scores |
+# | score, softmax | a query times a key; the function that turns scores into shares that add up to 1 |
 # | output head | the last matrix, from a vector to the logits |
 #
 # Every block runs these at **every position** of the text:
@@ -279,18 +279,18 @@ print(config.n_q, "query heads,", config.n_kv, "KV heads of", config.head_dim)
 # | k, v | two matrices | `hidden_size` × `n_kv * head_dim` each |
 # | gate, up, down | three matrices | `hidden_size` × `intermediate_size` each |
 #
-# A matrix holding $N$ numbers costs $2N$ operations per position: a multiplication and an addition
-# for each. Then two things more:
+# A matrix of $N$ numbers costs $2N$ operations per position: a multiplication and an addition for
+# each number. Two more parts cost operations:
 #
-# - **attention** pairs each position with itself and all earlier ones: $1 + 2 + \dots + n$ pairs. In
-#   each query head, a pair costs one product of length `head_dim` for its score and one more for its
-#   share of the values: $4 \cdot$ `head_dim` operations.
+# - **attention** pairs each position with itself and all earlier ones: $1 + 2 + \dots + n$ pairs.
+#   In each query head, a pair costs one product of length `head_dim` for its score and one more for
+#   its share of the values: $4 \cdot$ `head_dim` operations.
 # - **the output head**, after the last block, multiplies by `hidden_size` × `vocab_size`. Only the
 #   last position needs it.
 #
-# Norms, rotations and softmax are small; leave them out. Write the count for choosing the next
-# token after `length` tokens, with nothing remembered, as an int. Stuck? `today.hint()` gives a
-# hint about your mistake.
+# Norms, rotations, softmax and the look-up of the embedding cost little; leave them out. How many
+# operations choose the next token after `length` tokens, when nothing is remembered? Return an int.
+# Stuck? `today.hint()` gives a hint about your mistake.
 
 
 # %%
@@ -305,8 +305,8 @@ def work_of_a_token(config, length: int) -> int:
 today.check(work_of_a_token)
 
 # %% [markdown]
-# Below is one solution, folded; from here on this notebook uses it. It counts the engine's work and
-# is no part of the engine, so it lands nowhere.
+# Below is one solution, folded; from here on this notebook uses it. It counts the
+# engine's work and is no part of the engine, so it does not land.
 
 
 # %% jupyter={"source_hidden": true}
@@ -351,8 +351,8 @@ print(f"after 32 tokens {seconds[32] * 1e3:.0f} ms, after 512 {seconds[512] * 1e
 assert 2 < growth < 60
 
 # %% [markdown]
-# If the time depended on this arithmetic alone, it would follow the dashed line. The line is drawn
-# through the last point.
+# If the time depended on this arithmetic alone, it would follow the dashed line, which is drawn
+# through the last measured point.
 
 # %% jupyter={"source_hidden": true}
 # Draws the plot: the time of the next token, by the length of the text
@@ -381,8 +381,8 @@ fig
 #
 # ## Look inside
 #
-# Now the third question to the oracle. Name parts of the model, and get what went in and what came
-# out:
+# Now the third question to the oracle. Name parts of the model, and get the input and the output of
+# each:
 
 # %%
 seen = oracle.capture(torch.tensor([prompt]), ["model.layers.0.mlp", "model.norm"])

@@ -87,8 +87,8 @@ for tensor in tensors[:7]:
 # | --- | --- | --- |
 # | hidden size | length of the vector that stands for a token | 576 |
 # | layers | equal stages, one after the other | 30 |
-# | query heads, `n_q` | parts of attention that ask | 9 |
-# | KV heads, `n_kv` | parts that are asked; 3 query heads share each (**GQA**) | 3 |
+# | query heads, `n_q` | parts of attention, each with queries of its own | 9 |
+# | KV heads, `n_kv` | parts with keys and values; 3 query heads share each KV head (**GQA**) | 3 |
 # | `head_dim` | length of one head's vectors | 64 |
 # | tied head | the last matrix is the embedding (the table of tokens) used again | yes |
 
@@ -149,11 +149,12 @@ class ModelConfig:
 
 
 # %% [markdown]
-# Parsing is no exercise: **you may leave the next two folded cells closed.** They follow one rule: the
-# engine **refuses by name** whatever it cannot do. If it ignored a sliding window, or an unknown way
-# of scaling positions, nothing would crash, but it would run another model than the one that was
-# trained. `Fields` checks the type and the range of each field. `parse_config` builds the config from
-# them, and refuses options that the engine lacks and fields that contradict each other.
+# Parsing is no exercise: **you may leave the next two folded cells closed.** They follow one rule:
+# the engine **refuses by name** whatever it cannot do. If it ignored a sliding window, or an
+# unknown scaling of positions, nothing would crash. But the engine would run another model than the
+# one that was trained. `Fields` checks the type and the range of each field. `parse_config` builds
+# the config from them, and refuses options that the engine lacks and fields that contradict each
+# other.
 
 
 # %% jupyter={"source_hidden": true}
@@ -454,8 +455,8 @@ pprint(config)
 
 # %% [markdown]
 # The folder beside the file holds the same model in the Hugging Face layout: `config.json`,
-# `model.safetensors` and the tokenizer. Both configs are equal. The last three lines show configs
-# that the engine refuses:
+# `model.safetensors` and the tokenizer. Both configs are equal. The last three lines show
+# the errors for configs that the engine refuses:
 
 
 # %%
@@ -513,7 +514,7 @@ GGUF_NAMES = {
 # 1. A tensor of a layer goes under `model.layers.<number>.`; any other has no such prefix.
 # 2. The part is looked up in `GGUF_NAMES`; the kind stays.
 # 3. A name with an unknown part, or with a kind other than `weight` and `bias`, comes back
-#    unchanged. The loader refuses it later, by that name.
+#    unchanged. Later the loader refuses such a tensor, and names it.
 #
 # Stuck? `today.hint()` gives a hint about your mistake, and says more with each call.
 #
@@ -530,8 +531,8 @@ today.check(hf_name)
 
 # %% [markdown]
 # The cell below holds the package's version; from here on this notebook uses it. (The same holds
-# for every folded solution today.) It takes the name apart with one regular expression, where yours
-# may use `split`.
+# for every folded solution today.) It takes the name apart with one regular expression; `split`
+# is as good.
 
 # %%
 import re
@@ -552,7 +553,7 @@ def hf_name(gguf_name: str) -> str:
 
 
 # %% [markdown]
-# The file gives one list of names. The config alone determines a second one, with the shape that
+# The file gives one list of names. The config alone determines a second list, with the shape that
 # each tensor must have. The folded cell makes the second list; the cell after it compares the two.
 
 
@@ -659,16 +660,17 @@ fig
 # %% [markdown]
 # The MLP has more than half of the parameters, the embedding a fifth. In a model of 70 billion
 # parameters with the same vocabulary the embedding's share would be under one per cent. A
-# vocabulary is expensive for a small model, and the tied head saves it from storing the table
-# twice.
+# vocabulary is expensive for a small model. With the tied head, the model stores the table only
+# once.
 #
-# The norms keep 4 bytes each: they are so few that packing them would save nothing.
+# The numbers of the norms keep 4 bytes each: they are so few that packing them would save almost
+# nothing.
 #
 # ## 32 weights in 20 bytes
 #
-# `Q4_1` cuts a row into **blocks** of 32 weights (the blocks of memory of Day 14 are another thing).
-# A block keeps two float16 numbers, the **scale** (the picture's d) and the **minimum** (m), and for
-# each weight a number q from 0 to 15. To **dequantise** is to undo that:
+# `Q4_1` cuts a row into **blocks** of 32 weights (the blocks of memory of Day 14 are another
+# thing). A block keeps two float16 numbers, the **scale** (the picture's d) and the **minimum**
+# (m), and for each weight a number q from 0 to 15. To **dequantise** is to undo that:
 #
 # $$ w = \text{scale} \cdot q + \text{minimum} $$
 #
@@ -684,7 +686,7 @@ fig
 # ### Your turn: `dequantize_q4_1`
 #
 # In: uint8 `[n, 20]`, one block in each row. Out: float32 `[n, 32]`, with the product and the sum
-# in float32. `x.view(torch.float16)` reads pairs of bytes as float16 (`x` must be `contiguous()`).
+# in float32. `x.view(torch.float16)` reads each pair of neighbouring bytes as one float16.
 
 # %%
 import torch
@@ -744,6 +746,7 @@ same = [
     np.array_equal(dequantize(t).numpy(), dequantize_gguf(t.data, t.tensor_type)) for t in layer_0
 ]
 print(sum(same), "of", len(same), "tensors equal")
+assert all(same)
 
 # %% [markdown]
 # Look at one block: 32 weights, and the 16 levels that they can have.
@@ -964,8 +967,8 @@ def load_weights(
 # %% [markdown]
 # ## Prove it
 #
-# Load the GGUF with the code above, and ask the oracle for its **state dict**, which is PyTorch's
-# word for a dictionary from name to tensor.
+# Load the GGUF with the code above, and take the oracle's **state dict**. That is PyTorch's word
+# for a dictionary from name to tensor.
 
 # %%
 import time
@@ -991,15 +994,16 @@ assert len(equal) == len(theirs) == 273
 # same GGUF. Two other checks cover the conversion: the `gguf` package gave the same numbers above,
 # and the repository's tests compare all tensors with transformers' own reader of GGUF.
 #
-# The file has 272 tensors and the dictionary 273. The additional one is `lm_head.weight`, which
-# scores the next token. It is **tied**: another name for the embedding, in the same memory.
+# The file has 272 tensors and the dictionary 273. The additional tensor is `lm_head.weight`, which
+# scores the next token. It is **tied**: a second name for the embedding, in the same memory.
 
 # %%
 embedding, head = weights["model.embed_tokens.weight"], weights["lm_head.weight"]
 print(list(head.shape), "the same storage:", head.data_ptr() == embedding.data_ptr())
 
 # %% [markdown]
-# What does the loader say about a damaged checkpoint? Leave a tensor out, add one, change a shape:
+# Which errors does the loader raise for a damaged checkpoint? Leave a tensor out, add one, change a
+# shape:
 
 # %%
 stored = list_safetensors(folder)
@@ -1012,7 +1016,7 @@ told(lambda: check_shapes(stored | {"model.norm.weight": stored[name]}, shapes))
 # ## What the names do not catch
 #
 # If you forget to undo the permutation, every name and every shape is still right. What does such a
-# model write? The rest of the engine comes on later days, so use the package's: `LLM` makes text
+# model write? The rest of the engine comes on later days, so use the package: its `LLM` makes text
 # from a prompt. Below, q and k keep the rows in the file's order, and all else is right.
 
 # %%
@@ -1037,14 +1041,14 @@ assert " Paris" in written["right", "The"] and " Paris" in written["forgotten", 
 assert " six" in written["right", "One"] and " six" not in written["forgotten", "One"]
 
 # %% [markdown]
-# Both models say Paris. For that one fact the words of the prompt are enough, in any order. But the
+# Both models say Paris. For that fact the order of the words seems to matter little. But the
 # broken model cannot count: the angles that encode positions now turn the wrong pairs. The first
 # prompt alone would not have shown the mistake. A few good answers prove little; `torch.equal` on
 # every tensor proves the weights.
 #
 # ## Your answer is the engine
 #
-# `today.mine()` puts those of your answers that passed into the engine, in place of the package's,
+# `today.mine()` puts your answers that passed into the engine, in place of the package's functions,
 # and prints how often each was called. Load the `.gguf` itself with them: your functions then make
 # the names, the numbers and the order of q and k.
 
@@ -1060,8 +1064,8 @@ assert answer.text == " six, seven, eight,"
 #
 # Why convert at all, if a GGUF can be loaded directly? Dequantising takes time at each load, and a
 # safetensors file needs none: it is mapped, and a weight is read when it is first used. Below is
-# the processor time until all 273 names are there, which leaves out whatever else your machine
-# does:
+# the processor time until all 273 names are there. Processor time leaves out the work of other
+# programs:
 
 # %% tags=["nbval-ignore-output"]
 start = time.process_time()
@@ -1071,9 +1075,9 @@ print(f"GGUF {seconds_gguf:.2f} s, safetensors {seconds_folder:.3f} s")
 assert seconds_folder < seconds_gguf / 3
 
 # %% [markdown]
-# Two more things are left out. The GGUF's header had been read before. And the mapped weights have
-# not been touched yet: the first forward pass reads them from disk, once. On disk the GGUF is the
-# smaller one: 97 MB of tensors against 538.
+# Both figures leave something out. An earlier cell had already read the GGUF's header. And the
+# mapped weights have not been used yet: the first forward pass reads them from disk, once. On disk
+# the GGUF is the smaller file: 97 MB of tensors against 538.
 #
 # ## The words of the day
 
@@ -1085,10 +1089,10 @@ today.glossary()
 #
 # 1. **A checkpoint is a dictionary.** Loading translates names, number format and order. All of it
 #    can be checked for equality.
-# 2. **A right name and a right shape prove little.** Rows in another order multiply just as well,
-#    and the broken model still knows Paris.
-# 3. **Refuse by name, before you read.** An error that names the missing tensor is found at once; a
-#    model that runs without it is not.
+# 2. **A right name and a right shape prove little.** Rows in another order multiply without an
+#    error, and the broken model still knows Paris.
+# 3. **Refuse by name, before you read.** An error that names the missing tensor shows the fault
+#    at once. A model that runs without the tensor hides the fault.
 #
 # ## Tomorrow
 #

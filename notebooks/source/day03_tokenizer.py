@@ -47,10 +47,10 @@ today.picture("text-in-text-out")
 #
 # A model reads and writes **token ids**: row numbers of its table of tokens. The **tokenizer**
 # translates between text and ids. No later part can repair its mistakes. With one wrong id the
-# model reads another text than you wrote, and answers that one fluently.
+# model reads another text than you wrote, and answers that other text fluently.
 #
-# Tokens are also what a model costs. Each takes one run through all layers, and one place in a
-# limited context. So the number of tokens is the price of a text. Two guesses about it:
+# Tokens are also the cost of a text. Each token takes one run through all layers, and one place in
+# a limited context. So the number of tokens is the price of a text. Make two guesses about it:
 
 # %%
 today.predict("year", "How many tokens does the number 2024 take?", guess=None, low=1, high=20)
@@ -126,8 +126,8 @@ print(len(missing), "bytes have no token:", bytes(missing).hex(" "))
 
 # %% [markdown]
 # Thirteen of these occur in no UTF-8 text (`c0`, `c1` and `f5` to `ff`), and `f1` and `f2` begin
-# only code points that Unicode has not assigned yet. Six control characters are left, which hardly
-# anybody types. The tokenizer drops them without an error, and the proof below leaves them out.
+# only code points that Unicode has not assigned yet. The other six are control characters, which
+# are rare in text. The tokenizer drops them without an error, and the proof below leaves them out.
 #
 # ## How text is cut: BPE
 #
@@ -169,8 +169,8 @@ def merge_step(pieces: list[str], ranks: dict[tuple[str, str], int]) -> list[str
 today.check(merge_step)
 
 # %% [markdown]
-# Stuck? `today.hint()` gives a hint about your mistake, and says more with each call. A worked answer
-# is folded below; from here on this notebook uses it.
+# Stuck? `today.hint()` gives a hint about your mistake, and says more with each call. A worked
+# answer is folded below; from here on this notebook uses it.
 
 # %% jupyter={"source_hidden": true}
 # solution: merge_step
@@ -232,11 +232,11 @@ for word in ["Hello", " gravity", " ☕"]:
 # ## The tokenizer that lands
 #
 # Your loop shows the algorithm. The engine uses the `tokenizers` library, which runs the same
-# merges in compiled code. The engine's own part is exact bytes, special tokens and clear errors.
+# merges in compiled code. The engine's own code adds exact bytes, special tokens and clear errors.
 #
-# Before any merge, a **pre-tokenizer** cuts the text into words, and merges never cross a cut. This
-# one also isolates every digit. **On a first reading, leave the three folded cells closed:** the
-# notes below them say what you need.
+# Before any merge, a **pre-tokenizer** cuts the text into words, and merges never cross a cut. The
+# pre-tokenizer of this model also isolates every digit. **On a first reading, leave the three
+# folded cells closed:** the notes below them say what you need.
 
 # %%
 import codecs
@@ -382,8 +382,8 @@ def _read_text(file: Path) -> str:
 #
 # - `encode` switches the parsing of special tokens on or off, under a lock, since two threads may
 #   encode at once. The section "A command, or characters that look like one" says why.
-# - `token_bytes` gives the bytes of one id. `decode` joins the bytes of all ids *before* it makes text
-#   of them. Text made token by token would break the cup.
+# - `token_bytes` gives the bytes of one id. `decode` joins the bytes of all ids *before* it makes
+#   text of them. Text made token by token would break the cup.
 
 # %%
 tokenizer = load_tokenizer("smollm2")
@@ -401,8 +401,8 @@ assert tokens == 4
 
 # %% [markdown]
 # Four: one per digit. Without that rule 2024 may be one token and 2031 two, depending on the
-# merges, and the model has to learn arithmetic from that. One token per digit costs more tokens,
-# and gives every number the same form.
+# merges, and the model has to learn arithmetic from such tokens. One token per digit costs more
+# tokens, and gives every number the same form.
 #
 # ## Prove it: the same ids as llama.cpp
 #
@@ -428,8 +428,8 @@ print(f"\n{sum(same)} of {len(same)} as llama.cpp has them")
 
 # %% [markdown]
 # Nineteen texts prove little about the next one. For *every* text the **round trip** must hold:
-# encode, decode, and have the same text again. So test it on random texts, from all planes of
-# Unicode that hold characters, with a fixed seed.
+# encode, decode, and have the same text again. So test it on random texts, from the first four
+# planes of Unicode (up to U+3FFFF), with a fixed seed.
 
 # %%
 import random
@@ -437,7 +437,7 @@ import random
 
 def random_text(rng):
     ranges = [(0x20, 0x7E), (0xA0, 0x24F), (0x600, 0x6FF), (0x3040, 0x9FFF), (0x1F300, 0x1FAFF)]
-    ranges += [(0x20, 0xD7FF), (0xE000, 0x3FFFF)]  # what the missing bytes are not needed for
+    ranges += [(0x20, 0xD7FF), (0xE000, 0x3FFFF)]  # none needs a missing byte
     return "".join(chr(rng.randint(*rng.choice(ranges))) for _ in range(rng.randint(0, 40)))
 
 
@@ -463,16 +463,16 @@ print("encode(typed)                    ", tokenizer.encode(typed))
 print("encode(typed, parse_special=True)", tokenizer.encode(typed, parse_special=True))
 
 # %% [markdown]
-# By default they are characters like any others. Only text that `render_chat`, below, has written
-# is parsed for special tokens. It is as with a database, where a user's words are data and never a
-# piece of the query. The attack is similar in both cases; here it is called **prompt injection**.
+# By default these are characters like any others. Only text that `render_chat`, below, has written
+# is parsed for special tokens. A database follows the same rule: a user's words are data, and never
+# a part of the query. The attack on a model that breaks this rule is called **prompt injection**.
 #
 # ## The chat template
 #
-# A **chat template** comes with each chat model. It writes a list of messages as the kind of text
-# that the model was trained on. It is a small program in Jinja, a template language, and it comes
-# from a downloaded file. So it runs in Jinja's sandbox, where it can join strings and cannot reach
-# Python. (The folded cell is reading; you may skip it.)
+# A **chat template** comes with each chat model. It turns a list of messages into the kind of text
+# that the model was trained on. The template is a small program in Jinja, a template language, and
+# it comes from a downloaded file. So it runs in Jinja's sandbox, where it can join strings and
+# cannot reach Python. (The folded cell is reading; you may skip it.)
 
 
 # %% jupyter={"source_hidden": true}
@@ -596,7 +596,7 @@ print(tokenizer.decode(answer[:9]))
 # %% [markdown]
 # The second line is what the model wrote. The first line is what a careless chat program shows: �,
 # the **replacement character**, stands where bytes are no text. Each of these characters has three
-# bytes. All but the first came in two tokens, and neither token is text by itself.
+# bytes. Each of them but the first came in two tokens, and neither of the two is text by itself.
 #
 # ## Your turn: the streaming detokeniser
 #
@@ -610,15 +610,17 @@ print(tokenizer.decode(answer[:9]))
 #
 # The rules:
 #
-# 1. Bytes of a character that is not complete are held back, until the rest comes.
-# 2. Complete characters are shown at once. Do not wait for the end of a word.
+# 1. Hold back the bytes of an incomplete character until the rest comes.
+# 2. Show complete characters at once. Do not hold them back until the end of a word.
 # 3. Bytes that can never become text give � at once, as `bytes.decode(errors="replace")` would.
-# 4. The prompt may end inside a character. Its bytes count; its text is not shown again.
-# 5. A special token, and an id of `vocab_size` or more, give `""` and leave held bytes alone.
+# 4. The prompt may end inside a character. Use the bytes of the prompt, but do not show its text
+#    again.
+# 5. A special token, and an id of `vocab_size` or more, give `""` and leave the held bytes as they
+#    are. This holds in the prompt too.
 #
 # You need three things of the tokenizer: `token_bytes(id)`, `is_special(id)` and `vocab_size`.
 # A character is a code point here. A family emoji is several code points with joiners (U+200D)
-# between them; they may come one after the other.
+# between them: show each code point as soon as it is complete.
 
 
 # %%
@@ -782,19 +784,19 @@ for kind, text in samples.items():
 assert 4.5 < ratios["Japanese"] < 5 and ratios["Hindi"] > 6
 
 # %% [markdown]
-# What the table says, and what it does not say:
+# How to read the table:
 #
 # - The vocabulary has 49,152 places, and it was learned from text that is nearly all English. So
-#   most places went to English words. Japanese got a few common characters; the rest is cut into
-#   bytes.
-# - Each token costs one run of the model. So the same text costs 4.7 times as many runs in Japanese,
-#   and fills the context 4.7 times as fast. A service that bills by the token bills 4.7 times as
-#   much.
+#   most places went to English words. Of the Japanese characters, only a few common ones got a
+#   place; the rest is cut into bytes.
+# - Each token costs one run of the model. So the same text costs 4.7 times as many runs in
+#   Japanese, and fills the context 4.7 times as fast. A service that bills by the token bills 4.7
+#   times as much.
 # - This holds for this tokenizer and one short text. Larger vocabularies, learned from many
 #   languages, give ratios closer to 1. And a token count does not say whether the model *knows* the
 #   language: this one hardly does.
-# - Do not compare tokens per character between scripts: a Japanese character says more than a letter.
-#   That is why the plot compares the same text.
+# - Do not compare tokens per character between scripts: a Japanese character says more than a
+#   letter. That is why the plot compares the same text.
 #
 # ## Explore
 #
@@ -819,8 +821,8 @@ today.glossary()
 #    pieces; bytes that the vocabulary lacks are lost.
 # 2. **A token is not a character.** Join bytes first and decode after; when you stream, hold
 #    incomplete characters back.
-# 3. **Words that a user types are data only for `encode` alone.** The text that `render_chat` wrote is
-#    parsed, with the user's words in it.
+# 3. **`encode` treats a user's words as data.** In a chat, the text that `render_chat` wrote is
+#    parsed with the user's words in it, so marks in these words count.
 #
 # ## Tomorrow
 #
@@ -829,6 +831,6 @@ today.glossary()
 #
 # **In one paragraph.** A tokenizer turns text into bytes and joins bytes into tokens by repeating a
 # list of merges, in the order in which they were learned. Common English words become one token,
-# every digit is one, and a Japanese character is often two or three; so the same sentence has very
-# different prices. On the way back a token may be a third of an emoji. A streaming detokeniser
-# keeps those bytes until the rest has come, in about a dozen lines.
+# every digit is one, and a Japanese character is often two or three. So the same sentence has very
+# different prices in different languages. On the way back a token may be a third of an emoji. A
+# streaming detokeniser keeps those bytes until the rest has come, in about a dozen lines.

@@ -45,14 +45,15 @@ today.picture("rope")
 # A token passes through the model as a vector of 576 numbers. Thirty layers read that vector and
 # add to it. Each layer needs answers to two questions:
 #
-# - **How large is the vector?** Each layer adds to it, so it grows. A layer needs input of one size.
+# - **How large is the vector?** Each layer adds to it, so it grows. A layer needs input that always
+#   has the same size.
 # - **Where is the token?** Attention, on Day 6, compares vectors, and the comparison of two vectors
 #   does not depend on which came first. "Dog bites man" and "man bites dog" would be the same three
 #   vectors.
 #
-# Both pieces are short, and neither raises an error when it is wrong. A norm with its small constant
-# in the wrong place is nearly right. Positions kept in 16 bits are right for a page of text, and
-# wrong for a book.
+# Both pieces are short, and neither raises an error when it is wrong. A norm with its small
+# constant in the wrong place is nearly right. Positions kept in 16 bits are right for a page of
+# text, and wrong for a book.
 #
 # ## The oracle's answers first
 #
@@ -81,8 +82,8 @@ len(seen), list(seen["model.norm"].output.shape)
 
 # %% [markdown]
 # How large are those vectors? The measure is the **root mean square**: square the numbers, average,
-# take the root. Entering the first layer it is about 0.1. Guess how many times larger it is fifteen
-# layers later, for a token in the middle of the text.
+# take the root. At the input of the first layer it is about 0.1. Guess how many times larger it is
+# at the input of layer 15, for a token in the middle of the text.
 
 # %%
 ask = "How many times larger is a middle token's vector entering layer 15?"
@@ -113,10 +114,10 @@ label_line(ax, 24, 1, "after the norm, before its weight", COLOURS["engine"], "b
 fig
 
 # %% [markdown]
-# In layer 11 one of the first token's numbers jumps past 20,000. Models of many families learn
-# this: attention uses the first token as a place to look at when no other token matters (Sun et al.
-# 2024, "Massive Activations"). The norm makes this harmless for the next layer: whatever comes in,
-# its output has a root mean square of 1, before the weight.
+# When the first token enters layer 12, one of its numbers is above 20,000. Models of many families
+# learn this: attention uses the first token as a place to look at when no other token matters (Sun
+# et al. 2024, "Massive Activations"). The norm makes this harmless for the next layer: whatever
+# comes in, its output has a root mean square of 1, before the weight.
 #
 # The plot shows one sentence. Another sentence gives other curves.
 #
@@ -131,8 +132,8 @@ fig
 # | `eps` | a number | keeps a vector of zeros from being divided by zero |
 # | out | as `x`, in its dtype | |
 #
-# One more rule: **square in float32**, whatever comes in. The square of 20,000 is far beyond the range
-# of float16. Stuck? `today.hint()` gives a hint about your mistake.
+# One more rule: **square in float32**, whatever comes in. The square of 20,000 is far beyond the
+# range of float16. Stuck? `today.hint()` gives a hint about your mistake.
 #
 # After a kernel restart, run the cells above first (Run → Run All Above Selected Cell).
 
@@ -196,13 +197,13 @@ today.widget("turn")
 #
 # $$(a, b)\cos t + (-b, a)\sin t$$
 #
-# So you need the quarter turn, for all pairs at once.
+# So you need the quarter turn of all pairs at once.
 #
 # ## Your turn: `rotate_half`
 #
-# Which two numbers make a pair? In the Hugging Face layout number $i$ and number $i + d/2$, not two
-# neighbours. Day 2 put the rows of q and k in this order. Each pair $(a, b)$ becomes $(-b, a)$, in
-# its two places:
+# Which two numbers make a pair? In the Hugging Face layout, a pair is number $i$ and number
+# $i + d/2$, not two neighbours. Day 2 put the rows of q and k in this order. Each pair $(a, b)$
+# becomes $(-b, a)$, and both numbers stay in the places of their pair. Return a new tensor:
 #
 # | | pair 0 | pair 1 | | |
 # | --- | --- | --- | --- | --- |
@@ -219,9 +220,9 @@ def rotate_half(x: torch.Tensor) -> torch.Tensor:
 today.check(rotate_half)
 
 # %% [markdown]
-# The quarter turn and the formula above it, folded. `cos` and `sin` will be tables with a row for
-# each position. They are always float32, so a product with them is float32 too. Only the result
-# returns to the dtype that came in.
+# The folded cell holds the quarter turn and the formula above. `cos` and `sin` will be tables with
+# a row for each position. They are always float32, so a product with them is float32 too. Only the
+# result returns to the dtype that came in.
 
 
 # %% jupyter={"source_hidden": true}
@@ -283,9 +284,9 @@ def plain_frequencies(config: ModelConfig) -> torch.Tensor:
 # not need it. (Run its cells all the same; the day counts as done without it.)
 #
 # A model trained on 8,192 tokens has seen the fast pairs in every position of their circle, many
-# times. It has never seen the slow pairs complete a turn. On a text of 100,000 tokens the slow pairs
-# reach angles that never occurred in training. Llama 3.1 and later have an answer in their config,
-# `rope_scaling`. Count how often a pair turns within the original context:
+# times. It has never seen the slow pairs complete a turn. On a text of 100,000 tokens the slow
+# pairs reach angles that never occurred in training. Llama 3.1 and later have an answer in their
+# config, `rope_scaling`. Count how often a pair turns within the original context:
 #
 # $$\text{turns}_i = \text{original\_context} \cdot f_i \,/\, 2\pi$$
 #
@@ -299,7 +300,7 @@ def plain_frequencies(config: ModelConfig) -> torch.Tensor:
 #
 # ### Your turn, if you like: `rope_frequencies`
 #
-# `config.rope_scaling` is None, and then the frequencies stay as they are, or it is an object with
+# If `config.rope_scaling` is None, return the plain frequencies. Otherwise it is an object with
 # `factor`, `low_freq_factor`, `high_freq_factor` and `original_context`.
 
 
@@ -333,8 +334,8 @@ def rope_frequencies(config: ModelConfig) -> torch.Tensor:
 
 
 # %% [markdown]
-# Check it with the figures of Llama 3.2 against transformers. The plot shows what scaling does to
-# each of the 32 pairs.
+# Compare the function with transformers, with the figures of Llama 3.2. The plot shows what scaling
+# does to each of the 32 pairs.
 
 # %%
 import json
@@ -456,7 +457,7 @@ fig
 
 # %% [markdown]
 # Every diagonal on the left has one colour: the score depends on the distance alone. On the right
-# the three runs lie on one another. This query and this key score highest when they are near each
+# the three runs give the same curve. This query and this key score highest when they are near each
 # other. RoPE does not force that: the numbers in q and k, which training found, decide at which
 # distances the score is high. The last line above shows another head, which scores highest far
 # away.
@@ -476,8 +477,8 @@ rounded = int(torch.tensor(position).bfloat16())
 print(f"{position:,} becomes {rounded:,}: off by {position - rounded}")
 
 # %% [markdown]
-# Now the table that such positions make, in the cell below; then the same query and key as before,
-# the query at 15,962 and the key up to 128 tokens before it.
+# The cell below makes a table from such positions. Then it takes the same query and key as before:
+# the query at 15,962, and the key up to 127 tokens before it.
 
 # %%
 everywhere = torch.arange(16_384)
@@ -536,14 +537,14 @@ print(turned.dtype, "and as near as bfloat16 can be:", torch.equal(turned, wide.
 # %% [markdown]
 # Two remarks. SmolLM2 was made for 8,192 positions, so 15,962 is past its end; models with longer
 # contexts are common. And rounding the *finished* cosines to bfloat16, as transformers does,
-# matters much less: that error is at most 1 in 250 and does not grow with the position. The angle
-# must not be rounded.
+# matters much less: that error is at most 1 in 250 and does not grow with the position. But never
+# round the angle.
 #
 # ## Your answer is the engine
 #
-# Inside `today.mine()` the model runs with those of your answers that passed, and the last line
-# says how often each was called. (If you wrote `rope_frequencies` too, it brings its own copy of
-# `plain_frequencies` along, and the engine calls only the first.)
+# Inside `today.mine()` the model runs with your answers that passed, and the last line says how
+# often each was called. (If you wrote `rope_frequencies` too, the engine calls only that function:
+# it brings its own copy of `plain_frequencies` along.)
 
 # %% tags=["nbval-ignore-output"]
 from nanoserve import LLM, SamplingParams
@@ -574,11 +575,12 @@ today.review()
 # %% [markdown]
 # ## What you learned
 #
-# 1. **A norm lets many layers add to one vector.** Its output has one size, even where the vector has
-#    grown by a factor of ten thousand.
-# 2. **A position is an angle, and the product of two turned vectors depends only on the difference.**
-#    Positions 509 and 506 give the same score as 9 and 6.
-# 3. **Count positions in float32.** Sixteen bits are enough for a weight and too few for a position.
+# 1. **A norm lets many layers add to one vector.** Its output always has the same size, even where
+#    the vector has grown by a factor of ten thousand.
+# 2. **A position is an angle, and the product of two turned vectors depends only on the
+#    difference.** Positions 509 and 506 give the same score as 9 and 6.
+# 3. **Count positions in float32.** A bfloat16 is precise enough for a weight, but not for a
+#    position.
 #
 # ## Tomorrow
 #

@@ -42,9 +42,9 @@ today.picture("swiglu")
 # ## Why it matters
 #
 # A block has two parts. Attention, tomorrow, combines tokens. The **MLP** works on each token
-# alone: it widens the token's vector from 576 numbers to 1,536, bends them, and brings them back to
-# 576. Much of what a model knows is thought to be stored here, and most of its weights are here:
-# count them by name.
+# alone: it widens the token's vector from 576 numbers to 1,536, applies a curved function to them,
+# and brings them back to 576. Much of what a model knows is thought to be stored here, and most of
+# its weights are here: count them by name.
 
 # %%
 from math import prod
@@ -71,17 +71,17 @@ today.glossary()
 # ## A gate
 #
 # A product of two matrices is a matrix, so two matrices with nothing between them are no better
-# than one. A bent function must stand between them. The MLPs of the first transformers bent every
-# number with a ReLU, which gives 0 below zero. A **gated** MLP (Dauphin et al. 2016) makes two
-# vectors side by side, and one decides how much of the other passes. With SiLU as the activation
-# function, the gated MLP is called **SwiGLU** (Shazeer 2020):
+# than one. A function that is not a straight line must stand between them: an **activation
+# function**. The first transformers used ReLU, which gives 0 below zero. A **gated** MLP (Dauphin
+# et al. 2016) makes two vectors side by side, and one decides how much of the other passes. With
+# SiLU as the activation function, the gated MLP is called **SwiGLU** (Shazeer 2020):
 #
 # $$\text{out} = W_\text{down}\,\big(\text{silu}(W_\text{gate}\,x) \odot W_\text{up}\,x\big)
 # \qquad \text{silu}(z) = z \cdot \text{sigmoid}(z)$$
 #
-# where $\odot$ multiplies number by number. Shazeer tried several such pairs, and this one did
-# well. About the reason he wrote: "We offer no explanation as to why these architectures seem to work; we
-# attribute their success, as all else, to divine benevolence."
+# where $\odot$ multiplies number by number. Shazeer tried several activation functions, and SwiGLU
+# did well. He wrote about the reason: "We offer no explanation as to why these architectures seem
+# to work; we attribute their success, as all else, to divine benevolence."
 #
 # What do real gates look like? Take the text below, and what goes into the MLP of layer 12.
 
@@ -123,7 +123,8 @@ fig
 
 # %% [markdown]
 # Most gates of this layer are nearly closed: the curve is close to zero under the tall bars. It is
-# not zero: below zero, silu dips to −0.28 and comes back, and the model was trained with that dip.
+# not zero: below zero, silu dips to −0.28 and comes back, and the model was trained with that
+# curve.
 #
 # ## Your turn: `swiglu`
 #
@@ -157,12 +158,12 @@ today.check(swiglu)
 # The cell below holds the package's version; from here on this notebook uses it. It differs from
 # the formula in two ways:
 #
-# - SiLU and the product happen in place, in a tensor that this function has just made and nobody else
-#   holds. `x` belongs to the caller and stays unchanged.
-# - Every matrix of the engine is multiplied by `linear`. It is `F.linear`, except for a single row of
-#   `x`, which is what every token after the prompt is: for that, PyTorch has a matrix-vector routine
-#   too. The sum is the same; which of the two is faster depends on dtype and processor, and `linear`
-#   chooses by both.
+# - SiLU and the product happen in place, in a tensor that this function has just made and that
+#   nothing else refers to. `x` belongs to the caller and stays unchanged.
+# - The engine calls `linear` for every matrix. For several rows of `x`, that is `F.linear`. Every
+#   token after the prompt is a single row, and for a single row PyTorch also has a matrix-vector
+#   routine. Both compute the same sum. Which of them is faster depends on dtype and processor, and
+#   `linear` chooses by both.
 
 
 # %% jupyter={"source_hidden": true}
@@ -226,7 +227,7 @@ assert max(gaps) < 1e-5
 #
 # Would this proof notice a mistake? Here are two that raise no error, since every shape is right:
 # gate and up swapped, and GELU instead of SiLU, whose curve is similar. (`patch` replaces a
-# function of a module for as long as its `with` lasts.)
+# function of a module until its `with` block ends.)
 
 # %%
 from unittest.mock import patch
@@ -254,7 +255,7 @@ for name, mlp in {"right": swiglu, "swapped": swapped, "gelu": geglu}.items():
             print(f"         {prompt + answer.text!r}")
 
 # %% [markdown]
-# With gate and up swapped the model writes nonsense (try it, if you like), and you would notice.
+# With gate and up swapped the model writes nonsense (try it, if you like), and you notice at once.
 # With GELU it still says Paris, in good English, and gives a wrong temperature for boiling water.
 # The comparison with the oracle finds both mistakes in every layer.
 #
@@ -312,13 +313,14 @@ ax.set(xlim=(0, 1.05), ylim=(-0.03, 1.05))
 fig
 
 # %% [markdown]
-# The smaller half of the units changes few of the next tokens. A random half changes far more.
+# Without the smaller half of the units, most of the next tokens stay the same. Without a random
+# half, most of them change.
 #
-# Can an engine skip half of the work, then? Not easily. To know which products are small, it must
-# have multiplied both matrices already; only part of `down` could be left out, if skipping its
+# Can an engine skip half of the work, then? Not easily. To find the small products, it must first
+# multiply with `gate` and with `up`. It could then leave out only a part of `down`, if skipping
 # columns were cheap. There is research on predicting the small units beforehand (Liu et al. 2023,
-# "Deja Vu"); it works best on ReLU models, where closed means zero. The plot shows one English text
-# of 61 tokens. It does not show how much the changed tokens change the meaning.
+# "Deja Vu"). It works best on ReLU models, where a closed gate is exactly zero. The plot shows one
+# English text of 61 tokens. It does not show how much the changed tokens change the meaning.
 #
 # ## Your answer is the engine
 #
@@ -338,17 +340,17 @@ assert all(calls.values())  # yours was called, if it ran
 # 1. **Most weights are in the MLP.** Three matrices, three quarters of every block, one token at a
 #    time.
 # 2. **A gate multiplies.** One of two widened vectors decides how much of the other passes.
-# 3. **A model with a wrong curve still says Paris.** A comparison of numbers finds the difference; the
-#    text hardly does.
+# 3. **A model with a wrong curve still says Paris.** A comparison of numbers finds the difference;
+#    the text hardly does.
 #
 # ## Tomorrow
 #
 # So far every token was processed alone. Day 6 combines them: nine query heads, three KV heads, and
 # a mask that hides the future.
 #
-# **In one paragraph.** The MLP makes two widened vectors from each token's vector, bends one with
-# SiLU, multiplies it with the other, and brings the result back. That is two lines of code and
-# three quarters of a block's weights. I matched the oracle in all thirty layers. With GELU instead
-# of SiLU the model still knew Paris, but not the temperature at which water boils. And the larger
-# half of the hidden units decides most of the next tokens, though one knows which half only after
-# the work is done.
+# **In one paragraph.** The MLP makes two widened vectors from each token's vector, applies SiLU to
+# one, multiplies it with the other, and brings the result back. That is two lines of code and three
+# quarters of a block's weights. I matched the oracle in all thirty layers. With GELU instead of
+# SiLU the model still knew Paris, but not the temperature at which water boils. And the larger half
+# of the hidden units decides most of the next tokens, but only the finished products show which
+# half that is.

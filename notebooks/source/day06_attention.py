@@ -120,10 +120,10 @@ v = _heads(_linear(x, layer, "self_attn.v_proj"), config.n_kv)
 print("q", list(q.shape), " k", list(k.shape), " v", list(v.shape))
 
 # %% [markdown]
-# ## Who reads whom
+# ## Which KV head for which query head
 #
 # There are nine query heads and three KV heads, so each KV head serves `n_rep` = 3 query heads.
-# Training fixed which three: neighbours share.
+# Training fixed which three share a KV head: neighbours.
 #
 # $$ \text{kv head of query head } h = h \;//\; n_{rep} $$
 #
@@ -135,7 +135,7 @@ print("q", list(q.shape), " k", list(k.shape), " v", list(v.shape))
 # | | shape | axis 1 counts |
 # | --- | --- | --- |
 # | in | `[batch, n_q, seq, d]` | query heads 0, 1, 2, 3, 4, 5, ... |
-# | out | `[batch, n_kv, n_rep, seq, d]` | KV heads; axis 2 the query heads that read it |
+# | out | `[batch, n_kv, n_rep, seq, d]` | KV heads; axis 2 counts the query heads that share one |
 #
 # The result shares `q`'s memory: it is a **view**. Stuck? `today.hint()` gives a hint about your
 # mistake.
@@ -189,9 +189,9 @@ for name, heads in (
 
 # %% [markdown]
 # The model itself takes 513 MiB in float32. With nine KV heads, one conversation of full length
-# would take twice that. With three, it takes a third of the memory that nine would need.
+# would take about twice that. With three, it takes a third of the memory that nine would need.
 #
-# ## Who may not look ahead
+# ## No token looks ahead
 #
 # The model learned to predict the next token. If position 3 could look at position 4, it could copy
 # the answer. So query $i$ sees keys $0$ to $i$ and no more. Hidden keys get the score $-\infty$,
@@ -228,7 +228,7 @@ def causal_mask(seq: int) -> torch.Tensor:
 # ## One head by hand
 #
 # Now compute one head. A **score** is the product of a query with a key, divided by $\sqrt{64}$,
-# since a sum of 64 products grows with its length. After the mask, each row goes through the
+# because a sum of more products tends to be larger. After the mask, each row goes through the
 # **softmax**, which makes positive numbers that add up to 1: the **attention weights**. Here is
 # head 0 of layer 0 on the first five tokens. (RoPE, from Day 4, turns queries and keys first.)
 
@@ -253,10 +253,11 @@ for token, row in zip(ids[0], shares):
 #
 # $$ \text{sdpa}(Q, K, V) = \text{softmax}\left(\text{scale} \cdot QK^T + \text{mask}\right) V $$
 #
-# 1. Group the queries: `[batch, n_kv, n_rep, query_len, d]`. `k.unsqueeze(2)` fits beside them.
-# 2. Scores, times the scale: `head_dim ** -0.5`, unless one is handed in.
-# 3. Mask. K and V may be **longer** than q: the queries are then the last `query_len` positions. From
-#    Day 11 on, a single new query meets many cached keys, and it may see them all.
+# 1. Group the queries: `[batch, n_kv, n_rep, query_len, d]`. `k.unsqueeze(2)` broadcasts with them.
+# 2. Scores, times the scale: `head_dim ** -0.5`, unless the caller passes another scale.
+# 3. Mask. K and V may be **longer** than q: the queries are then the last `query_len` positions.
+#    From Day 11 on, there is often a single new query and many cached keys, and it may see them
+#    all.
 # 4. Softmax over the keys, with its sum in float32, and safe for large scores. `torch.softmax` does
 #    both.
 # 5. Mix the values, and flatten the groups to `[batch, n_q, query_len, d]`, in the dtype of q.
@@ -304,7 +305,7 @@ def sdpa(
 
 
 # %% [markdown]
-# PyTorch has this function too, written by other people in another way. Does it give the same
+# PyTorch has this function too, written by other people with other code. Does it give the same
 # numbers?
 
 # %%
@@ -439,7 +440,7 @@ fig
 # %% [markdown]
 # A row is a query, a column a key, and black is 1. The left head mostly looks at the token just
 # before. Nobody wrote that rule: RoPE makes it possible, and training found it. The right head
-# mostly looks at "The", from every position. Browse the others:
+# mostly looks at "The". Browse the others:
 
 # %% tags=["nbval-ignore-output"]
 today.widget("pattern", weights=attention, words=words)
@@ -470,7 +471,8 @@ assert to_first.mean() > 0.5
 # More than half of all attention goes to a word that says little. The weights of a row must add up
 # to 1, so a head that needs no other token has to put its weight somewhere, and the first token is
 # always there: an **attention sink** (Xiao et al. 2023). Engines that drop old keys to save memory
-# must keep that one. Day 4 showed how large the model makes the first token's vector.
+# must keep the key of the first token. Day 4 showed how large the model makes the first token's
+# vector.
 #
 # This is one sentence of 14 tokens and one small model. And a large weight does not mean a large
 # effect: it multiplies a value, and a small value adds little.
@@ -494,8 +496,8 @@ assert all(calls.values())  # yours was called, if it ran
 # %% [markdown]
 # ## What you learned
 #
-# 1. **Attention is a mixture whose weights add up to one.** Scores decide, and the softmax turns them
-#    into shares.
+# 1. **Attention is a mixture whose weights add up to one.** Scores decide, and the softmax turns
+#    them into shares.
 # 2. **Fewer KV heads need a view, not a copy.** Neighbouring query heads read one KV head, and a
 #    conversation takes a third of the memory.
 # 3. **The mask hides the answer.** Without it every token could copy the one after it.
@@ -508,5 +510,5 @@ assert all(calls.values())  # yours was called, if it ran
 # **In one paragraph.** Each token has nine queries, three keys and three values. A view groups the
 # queries; each group is scored against its keys, a mask hides the future, and the softmax makes
 # weights that add up to one. The output is the mixture of values. It agrees with the oracle to 1e-5
-# of the largest value, and scrambled heads are found at once. More than half of the attention in my
-# run went to the first word.
+# of the largest value, and the proof finds heads in a wrong order at once. More than half of the
+# attention in my run went to the first word.

@@ -12,7 +12,8 @@
 # Week 4 · Phase 2, paged memory · you need: Day 11 (Remember the keys), Day 13 (What the cache bought)
 #
 # **Today** you stop guessing how long a text will be. Memory is cut into small blocks of equal size,
-# and you write the allocator that hands them out: all or nothing, never to two owners.
+# and you write the allocator that hands out the blocks. A request gets all the blocks that it needs or
+# none, and no block ever has two owners.
 
 # %% jupyter={"source_hidden": true}
 # Set-up: on Colab, installs nanoserve in a minute or two. In your own clone it does nothing.
@@ -41,21 +42,21 @@ today.picture("block-pool")
 # %% [markdown]
 # ## Why it matters
 #
-# Day 11 bought time with memory, and ended with a complaint: a contiguous cache must be reserved
-# before anybody knows how long the text will be. There are two ways to do that, and both cost:
+# Day 11 saved time and used memory for it. A contiguous cache must be reserved before you know how long
+# the text will be. You can do this in two ways, and each has a cost:
 #
-# - **Reserve for the longest.** Each sequence gets a strip of 2,048 slots, and most slots stay empty:
-#   that is fragmentation.
-# - **Reserve little and double.** Up to half is empty. Each growth copies everything, and during the
-#   copy the old strip and the new one are both in memory.
+# - **Reserve for the longest text.** Each sequence gets a strip of 2,048 slots. A short text leaves most
+#   of them empty. This is fragmentation.
+# - **Reserve little, and double.** Right after it has doubled, the strip is nearly half empty. Each growth
+#   copies everything, and during the copy the old strip and the new strip are both in memory.
 #
 # With one sequence this does not matter. But a server runs as many sequences at once as its memory can
-# hold, and its throughput grows with that number. Memory that one sequence reserves and does not use is
-# memory that another sequence waits for.
+# hold, and its throughput grows with that number. If one sequence reserves memory and does not use it,
+# another sequence may have to wait for memory.
 #
 # Operating systems had this problem sixty years ago. They solved it with pages: the memory is cut into
-# equal pieces, and the pages of a program may lie anywhere. vLLM did the same for keys and values (Kwon et al.
-# 2023, "Efficient Memory Management for Large Language Model Serving with PagedAttention").
+# equal pieces, and the pages of a program may lie anywhere. vLLM does the same with keys and values (Kwon et
+# al. 2023, "Efficient Memory Management for Large Language Model Serving with PagedAttention").
 
 # %%
 today.glossary("slot", "block", "pool", "allocator", "fragmentation", "double free", "invariant")
@@ -64,10 +65,10 @@ today.glossary("slot", "block", "pool", "allocator", "fragmentation", "double fr
 # ## Numbers, no tensors
 #
 # Today there are no keys and no values. A block is a number, its **id**. The pool has `num_blocks`
-# blocks, 0 to `num_blocks` - 1, and each holds `block_size` tokens. Day 16 adds the memory itself. The
-# allocator only counts, and this must always hold:
+# blocks with the ids 0 to `num_blocks` - 1, and each block holds `block_size` tokens. Day 16 adds the
+# memory itself. The allocator only counts, and this must always hold:
 #
-# **free + owned = all, and no block is both.**
+# **The free blocks and the owned blocks are together all blocks, and no block is both.**
 #
 # When there are too few free blocks, the allocator raises an error of its own, `KVCacheExhausted`. A
 # server can catch it, wait until a sequence ends, and try again.
@@ -87,16 +88,16 @@ class KVCacheExhausted(RuntimeError):
 #
 # The allocator keeps two collections, and they are given:
 #
-# - `_free`, a list used as a stack. The next block to hand out is the *last* item. A block that is
-#   given back goes to the end of the list, so it is the next one taken: last in, first out.
-# - `_owned`, the set of ids that are handed out.
+# - `_free`, the ids of the free blocks: a list, used as a stack. The next block to hand out is the *last*
+#   item. A block that is given back goes to the end of the list, so it is taken next: last in, first out.
+# - `_owned`, the set of the ids that are handed out.
 #
 # Write the three methods:
 #
 # | call | returns | raises, with nothing changed |
 # | --- | --- | --- |
 # | `allocate()` | one id | KVCacheExhausted when none is free |
-# | `allocate_for(num_tokens)` | a list of just enough ids for that many tokens, in any order | KVCacheExhausted when there are too few (all or none); ValueError below 0 |
+# | `allocate_for(num_tokens)` | a list of just enough ids for that many tokens, in any order | KVCacheExhausted when too few are free (all or none); ValueError when `num_tokens` is below 0 |
 # | `free(block_id)` | None | ValueError for a block that is free already, or was never in the pool |
 #
 # How many blocks are just enough? With blocks of 16:
@@ -130,7 +131,7 @@ class BlockAllocator:
         raise NotImplementedError("your turn")
 
     def free(self, block_id: int) -> None:
-        """Give a block back. Raises ValueError for one that is free already or was never here."""
+        """Give a block back. Raises ValueError for a block that is free or not in the pool."""
         raise NotImplementedError("your turn")
 
 
@@ -191,8 +192,8 @@ class BlockAllocator:
 
 # %% [markdown]
 # The cell above holds the package's version; from here on this notebook uses it. Look at the order in
-# `allocate_for`: count, refuse, and only then take. If an error came after half of the blocks were
-# taken, those blocks would belong to no sequence, and no later check would find them.
+# `allocate_for`: count, refuse, and only then take. Suppose that an error came after half of the blocks
+# were taken. Then these blocks would belong to no sequence, and no sequence would ever give them back.
 #
 # ## Three sequences share a pool
 #
@@ -208,7 +209,7 @@ except KVCacheExhausted as error:
 print(owns, pool.num_free, "free")
 
 # %% [markdown]
-# One block is still free: C needs two, so it got none. Now A ends, and C asks again:
+# One block is still free. C needs two, so it got none. Now A ends, and C tries again:
 
 # %%
 for block in owns.pop("A"):
@@ -218,21 +219,22 @@ print(owns, pool.num_free, "free")
 
 # %% [markdown]
 # C now owns A's old blocks. The blocks of a sequence need not be neighbours, and they need not be in
-# order. Any free block will do, and that is the idea of paging: with pieces of one size there are no
-# holes of the wrong size. (A's old keys are still in them; Day 17 deals with that.)
+# order. Any free block will do. That is the idea of paging: if all pieces have one size, there are no
+# holes of the wrong size. (In a pool with real memory, A's old keys would still be in these blocks. Day 17
+# deals with that.)
 #
 # ## Prove it: a thousand random steps
 #
-# A **soak** does random steps for a long time and checks the invariant after each step. Each step takes
-# blocks for a random number of tokens, or ends a random sequence. Some requests will be refused; the
-# soak checks that a refusal changes nothing.
+# A **soak test** does random steps for a long time and checks the invariant after each step. Each step
+# takes blocks for a random number of tokens, or ends a random sequence. Some requests are refused, and the
+# test checks that a refusal changes nothing.
 
 # %%
 import random
 
 
 def soak(pool, steps, seed=14):
-    """Random takes and frees. After each: free + owned = all, and no block has two owners."""
+    """Take and free at random. After each step: free + owned = all, and no block has two owners."""
     chance, sequences, refused = random.Random(seed), [], 0
     for _ in range(steps):
         if sequences and chance.random() < 0.45:
@@ -247,7 +249,7 @@ def soak(pool, steps, seed=14):
                 assert pool.num_free == before, "a refusal changed the pool"
         owned = [block for sequence in sequences for block in sequence]
         assert len(owned) == len(set(owned)), "a block has two owners"
-        assert sorted(owned + pool._free) == list(range(pool.num_blocks)), "the books are off"
+        assert sorted(owned + pool._free) == list(range(pool.num_blocks)), "free + owned is not all"
     return refused, sequences
 
 
@@ -277,13 +279,13 @@ class Trusting(BlockAllocator):
 pool = Trusting(4, BLOCK_SIZE)
 (block,) = pool.allocate_for(10)
 pool.free(block)
-pool.free(block)  # somebody tidies up twice
+pool.free(block)  # a second time, by mistake
 print("A gets", pool.allocate_for(10), "and B gets", pool.allocate_for(10))
 
 # %% [markdown]
-# Two sequences now write into block 0, each over the other's keys. Nothing raises an error: two users
-# get fluent answers made from a mixture of both texts. That is why `free` raises at the moment of the
-# mistake, and names the block:
+# Two sequences now own block 0, and each would overwrite the other's keys. Nothing raises an error: two
+# users can get fluent answers that are made from a mixture of both texts. That is why the package's `free`
+# raises an error at the moment of the mistake, and names the block:
 
 # %%
 pool = BlockAllocator(4, BLOCK_SIZE)
@@ -312,8 +314,8 @@ print(f"{len(lengths)} requests of {min(lengths)} to {max(lengths):,} tokens,", 
 print(f"half of them below {sorted(lengths)[100]}")
 
 # %% [markdown]
-# So these requests are not recorded traffic. They have its shape: many short texts and a few very long
-# ones. The percentages below belong to this mix.
+# So these requests were not recorded from real users. We chose their lengths: many short texts and a few
+# very long texts. The percentages below belong to this mix.
 
 # %%
 question = "A strip of 2,048 slots for each request: per cent that stay empty?"
@@ -341,8 +343,8 @@ def waste(slots):
 
 
 # %% [markdown]
-# The strip that doubles is Day 11's cache. Run each request through it, prompt first, then token by
-# token, and read the length of its strip at the end. (One layer with one head of one number is enough
+# The strip that doubles is Day 11's cache. Run each request through it: the prompt first, then token by
+# token. At the end, look at the length of the strip. (One layer with one head of one number is enough
 # to see the length.)
 
 # %%
@@ -377,7 +379,8 @@ per_slot = 2 * config.num_layers * config.n_kv * config.head_dim * 4  # k and v,
 for name, number in slots.items():
     print(f"{name:20} {number * per_slot / 1e9:5.2f} GB, {waste(number):4.1f}% empty")
 print("your guesses, in per cent:", today.guess_text("strip"), "and", today.guess_text("blocks"))
-assert waste(slots["blocks of 16"]) < 3 < 20 < waste(slots["a strip that doubles"])
+assert waste(slots["blocks of 16"]) < 1.5 < 30 < waste(slots["a strip that doubles"])
+assert 3.8 < slots["a strip of 2,048"] / slots["blocks of 16"] < 4
 
 # %% jupyter={"source_hidden": true}
 # Draws the plot: 200 requests: reserved and used
@@ -400,14 +403,15 @@ fig
 
 # %% [markdown]
 # The filled part of a bar holds tokens; the white part is reserved and empty. The counts follow from the
-# recorded lengths, so yours are the same: the first server reserves nearly four times the memory of the
-# third. In the same memory, the third holds nearly four times as many sequences.
+# stored lengths, so yours are the same. With strips of 2,048, these requests reserve nearly four times the
+# memory that they reserve with blocks of 16. So in the same memory, blocks hold nearly four times as many
+# sequences of this mix.
 #
 # ## How large should a block be?
 #
-# Only the last block of a sequence can have empty slots: from 0 to `block_size` - 1 of them. If each of
-# these numbers is equally likely, the average is half of `block_size` - 1. So you can calculate the
-# waste on paper, and compare it with the count:
+# Only the last block of a sequence can have empty slots: from 0 to `block_size` - 1. If each of these
+# numbers is equally likely, their average is (`block_size` - 1) / 2. So you can calculate the waste on
+# paper, and compare it with the count. The last number of a line is the average count of blocks per request.
 
 # %%
 sizes = (8, 16, 32, 64, 128)
@@ -416,8 +420,9 @@ half_a_block = [waste(sum(lengths) + len(lengths) * (size - 1) / 2) for size in 
 for size, found, paper in zip(sizes, counted, half_a_block):
     entries = owned_slots(size) // size / len(lengths)
     print(
-        f"blocks of {size:3}: {found:4.1f}% empty, on paper {paper:4.1f}%, {entries:4.1f} a request"
+        f"blocks of {size:3}: {found:4.1f}% empty, on paper {paper:4.1f}%, {entries:4.1f} per request"
     )
+assert counted == sorted(counted) and counted[1] - counted[0] < 1
 
 # %% jupyter={"source_hidden": true}
 # Draws the plot: Waste against block size
@@ -434,17 +439,18 @@ fig
 
 # %% [markdown]
 # Small blocks waste less, so why not blocks of one slot? Each block is an entry in a list that attention
-# must follow, and a run of neighbouring slots can be read faster than scattered slots. Blocks of 16 waste
-# one slot in seventy here. Smaller blocks would save less than one per cent more, so `BLOCK_SIZE` is 16.
+# must follow, and neighbouring slots can be read faster than scattered slots. Blocks of 16 waste about one
+# slot in seventy here. Blocks of 8 would save less than one per cent of the slots, and would need twice as
+# many entries. So `BLOCK_SIZE` is 16.
 #
-# This count does not show requests that come and go: it was taken when all 200 were complete. While the
-# requests still grow, the strips of 2,048 are emptier, and the blocks still waste half a block each.
+# This count does not show requests that come and go: all 200 requests were complete when we counted. While
+# a request still grows, a strip of 2,048 is emptier, and blocks still waste about half a block per request.
 #
 # ## Your answer is the engine
 #
-# The package is some days ahead of you: its paged cache, which you build from Day 15 to Day 19, takes
-# every block from a `BlockAllocator`. Inside `today.mine()` that allocator is yours, once it has passed
-# its check.
+# The package is some days ahead of you. Its paged cache, which you build from Day 15 to Day 19, takes
+# every block from a `BlockAllocator`. Inside `today.mine()` the engine uses your allocator, if it has
+# passed its check.
 
 # %%
 from nanoserve import LLM, SamplingParams
@@ -457,16 +463,18 @@ print(repr(completion.text), completion.finish_reason)
 # %% [markdown]
 # ## What you learned
 #
-# 1. **With pieces of one size there are no holes of the wrong size.** Any free block will do.
-# 2. **Count, refuse, and only then take.** An operation that fails must leave the books as they were.
-# 3. **Only the last block of a sequence can be partly empty,** so the waste is about half a block a
-#    sequence, however long the longest text may become.
+# 1. **If all pieces have one size, there are no holes of the wrong size.** Any free block will do.
+# 2. **Count, refuse, and only then take.** An operation that fails must change nothing.
+# 3. **Only the last block of a sequence can be partly empty.** So the waste is about half a block per
+#    sequence, and it does not depend on the longest text.
 #
 # ## Tomorrow
 #
-# A sequence owns blocks 5, 2 and 7. Where is its token 9? Day 15 writes the table that answers.
+# A sequence owns blocks 5, 2 and 7. Where is its token at position 9? On Day 15 you write the table that
+# gives the answer.
 #
-# **In one paragraph.** A contiguous cache must be reserved before anybody knows how long the text will be.
-# We cut the memory into blocks of 16 slots instead, and an allocator of fifty lines hands them out and
-# takes them back, all or nothing. Its invariant held through a thousand random steps, it refused a double
-# free by name, and the empty part of the memory fell from three quarters to one slot in seventy.
+# **In one paragraph.** A contiguous cache must be reserved before you know how long the text will be.
+# We cut the memory into blocks of 16 slots instead. An allocator of about fifty lines hands the blocks out,
+# all or nothing, and takes them back. Its invariant held through a thousand random steps, and it refused a
+# double free by name. On our mix of requests, the empty part of the memory fell from three quarters to
+# about one slot in seventy.

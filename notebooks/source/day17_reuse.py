@@ -11,8 +11,9 @@
 #
 # Week 4 · Phase 2, paged memory · you need: Day 16 (Real keys in scattered blocks)
 #
-# **Today** a sequence ends. You give its blocks back to the pool, so that a thousand sequences fit
-# where half a dozen would, and you fill what they leave behind with poison, so that nobody reads it unseen.
+# **Today** a sequence ends. You give its blocks back to the pool, so that a pool with room for a few
+# sequences can serve a thousand. And you fill the freed slots with poison, so that a read of old data does
+# not go unnoticed.
 
 # %% jupyter={"source_hidden": true}
 # Set-up: on Colab, installs nanoserve in a minute or two. In your own clone it does nothing.
@@ -44,12 +45,12 @@ today.picture("reuse")
 # A server runs for months and a sequence for seconds. So each sequence must give back all its memory.
 # Two mistakes are likely here, and neither raises an error:
 #
-# - **A leak.** One request in a hundred does not give back a block. The server works on Monday and
+# - **A leak.** One request in a hundred does not give back a block. The server works on Monday, and
 #   refuses requests on Friday.
 # - **A stale read.** A block is handed out with the last owner's keys still in it. Code that reads one
-#   slot too many finds plausible numbers there, and the model mixes another user's text into the answer.
+#   slot too many gets plausible numbers, and the model mixes another user's text into the answer.
 #
-# Counting finds a leak. Poison, a debugging technique, finds a stale read.
+# If you count the free blocks, you find a leak. Poison, a debugging technique, shows a stale read.
 
 # %%
 today.glossary("leak", "stale", "poison", "NaN", "double free")
@@ -57,8 +58,8 @@ today.glossary("leak", "stale", "poison", "NaN", "double free")
 # %% [markdown]
 # ## The table gives its blocks back
 #
-# `BlockTable.free` gives the blocks back to the allocator one by one, and removes each from its list. So
-# a second call does nothing: the list is empty.
+# `BlockTable.free` gives the blocks back to the allocator one by one, and removes each block from the
+# table's list. A second call does nothing, because the list is empty.
 
 # %%
 import torch
@@ -77,20 +78,21 @@ class BlockTable(BlockTable):
 
 
 # %% [markdown]
-# It pops from the end, so a sequence's first block is given back last. The free list is last in, first
-# out, so that block is taken next.
+# The loop begins at the end of the list, so a sequence's first block is given back last. The free list is
+# last in, first out, so this block is handed out next.
 #
 # ## Poison
 #
-# Poison fills freed slots with NaN. Look at what the softmax makes of a slot that it should not see:
+# Poison fills freed slots with NaN. Suppose that attention reads a slot that it should not read. Then the
+# output depends on what is in that slot:
 #
-# | content of the slot | its score | the output |
+# | content of the slot | score of the slot | output of attention |
 # | --- | --- | --- |
 # | zeros | 0, a valid score | wrong, and finite |
 # | the last owner's keys | any number | wrong, with another user's text in it |
 # | NaN | NaN | NaN, everywhere |
 #
-# Here are four keys, and a fifth that should not have been read:
+# Here are four keys, and a fifth key that should not be read:
 
 # %%
 generator = torch.Generator().manual_seed(17)
@@ -98,21 +100,23 @@ q, keys = torch.randn(8, generator=generator), torch.randn(4, 8, generator=gener
 for name, fifth in (("zeros", torch.zeros(1, 8)), ("NaN", torch.full((1, 8), torch.nan))):
     weights = torch.softmax(torch.cat([keys, fifth]) @ q, dim=0)
     print(f"{name:5} in the fifth slot: weights", [round(w, 2) for w in weights.tolist()])
+    assert weights.isnan().all() if name == "NaN" else 0.2 < weights[4] < 0.3
 
 # %% [markdown]
-# A key of zeros takes a quarter of the attention weights here, and the result is finite, so no test for
-# finite numbers finds it. NaN in one slot makes all five weights NaN.
+# A key of zeros takes about a quarter of the attention weights here. The result is finite, so a test that
+# looks for NaN or infinity does not find the mistake. NaN in one slot makes all five weights NaN.
 #
 # ## Your turn: `release`
 #
 # `release` is a method of `KVPool`, because the pool owns the memory. `table` is one sequence's
 # `BlockTable`.
 #
-# 1. If `self._poison` is set, fill the slots of each of `table.blocks` with `torch.nan`: keys and
-#    values, in every layer. `self.k` and `self.v` are `[num_layers, num_slots, n_kv, head_dim]`, and
-#    block b is the slots `b * size` to `(b + 1) * size`, `size` being `self.allocator.block_size`.
-# 2. If it is not set, do not change the numbers: writing them costs time.
-# 3. Give the blocks back: `table.free()`.
+# 1. If `self._poison` is set, fill the slots of each block in `table.blocks` with `torch.nan`: keys and
+#    values, in every layer. `self.k` and `self.v` are `[num_layers, num_slots, n_kv, head_dim]`. With
+#    `size = self.allocator.block_size`, block b has the slots `b * size : (b + 1) * size`.
+# 2. If `self._poison` is not set, do not change the numbers: writing them costs time.
+# 3. After that, give the blocks back: `table.free()`. The order matters. A pool with poison refuses a block
+#    whose slots still hold numbers (`_free_poisoned`, which landed on Day 16).
 #
 # Stuck? `today.hint()` looks at the case that failed.
 #
@@ -141,23 +145,23 @@ class KVPool(KVPool):
 
 
 # %% [markdown]
-# `table.free()` alone would give the blocks back with their content, and a stale read would go unnoticed. A pool
-# with poison does not allow that: Day 16's `_free_poisoned` takes the place of the allocator's `free` there, and
-# refuses a block whose slots do not all hold NaN.
+# Without the poison, `table.free()` would give the blocks back with their old content, and a stale read would
+# go unnoticed. A pool with poison does not allow this. Its allocator's `free` is replaced by Day 16's
+# `_free_poisoned`, which raises a ValueError unless all slots of the block hold NaN.
 #
 # ## Your turn: `free`
 #
-# `free` is the same for one sequence, a method of `PagedKVCache`. The cache stores `self.table`,
+# `free` is a method of `PagedKVCache`: one sequence gives its blocks back. The cache stores `self.table`,
 # `self.seq_len`, and `self._mapped`, the number of positions that have a slot.
 #
 # 1. Give the blocks back through `self.pool.release`.
-# 2. Set what describes the old text to its first value. The tensor `self._slots` may stay: only its first
-#    `_mapped` entries count.
-# 3. After `free()` the cache is as new: it owns no block, and may be used for another text. That holds
-#    for every state that a cache can be in. A first step can fail in layer 1: the cache then owns blocks,
-#    and `seq_len` is still 0.
-# 4. A second call changes nothing, because code that cleans up after a failure cannot know whether the
-#    cache was freed before.
+# 2. `self.seq_len` and `self._mapped` describe the old text: set them to their first values. The tensor
+#    `self._slots` may stay, because only its first `_mapped` entries count.
+# 3. After `free()` the cache is as new: it owns no block, and it can be used for another text. This must
+#    hold for every state of a cache. For example, a first step can fail in layer 1. Then the cache owns
+#    blocks, and `seq_len` is still 0.
+# 4. A second call must change nothing. Code that cleans up after a failure may call `free` on a cache that
+#    was freed before.
 
 
 # %%
@@ -179,15 +183,15 @@ class PagedKVCache(PagedKVCache):
 
 
 # %% [markdown]
-# The package's `free` has two lines, and the second one matters as much as the first. If `seq_len` stays,
-# the next text begins behind a text that is gone. If `_mapped` stays, `_map` takes no blocks for the next
-# text, and its keys overwrite the keys of the blocks' new owner. From here on this notebook uses the
-# package's version.
+# The package's `free` has two lines, and the second line matters as much as the first. If `seq_len` is not
+# reset, the next text begins behind a text that is gone. If `_mapped` is not reset, `_map` takes no blocks
+# for the next text, and the new keys go into blocks that may have another owner. From here on this notebook
+# uses the package's version.
 #
 # ## Prove it: a thousand sequences
 #
 # A small pool serves a thousand requests of random lengths, up to four at a time. All keys and values of
-# request n are the number n, so a single key of another request would show.
+# request n are the number n, so the test finds even a single key of another request.
 
 # %%
 import random
@@ -202,16 +206,15 @@ tiny = replace(config, num_layers=1, n_kv=1, head_dim=2)
 draw = random.Random(17)
 requests = [(draw.randint(8, 150), draw.randint(1, 40)) for _ in range(1000)]  # prompt, answer
 total = sum(map(sum, requests))
-print(
-    f"{total:,} tokens in all, {total / 1000:.0f} for a request, {max(map(sum, requests))} at most"
-)
+print(f"{total:,} tokens in all, {total / 1000:.0f} per request, {max(map(sum, requests))} at most")
+assert -(-max(map(sum, requests)) // 16) == 12
 
 
 # %%
 def feed(cache, number, tokens):
-    """Append `tokens` tokens of keys and values `number`; is everything in the cache `number`?"""
+    """Append tokens whose keys and values are `number`; whether all K and V so far are `number`."""
     k = torch.full((1, 1, tokens, 2), float(number))
-    return all(bool((history == number).all()) for history in cache.append(0, k, k))
+    return all(bool((kept == number).all()) for kept in cache.append(0, k, k))
 
 
 def serve(pool, requests, at_once=4, give_back=True):
@@ -234,8 +237,8 @@ def serve(pool, requests, at_once=4, give_back=True):
 
 
 # %% [markdown]
-# The largest request needs 12 blocks of 16, so 48 blocks are enough for any four. Afterwards the pool must
-# be as before: every block free, each exactly once, and poison in every slot.
+# The largest request needs 12 blocks of 16, so 48 blocks are enough for any four requests. After the last
+# request the pool must be as before: every block is free exactly once, and poison is in every slot.
 
 # %%
 pool = KVPool(tiny, num_blocks=48, block_size=16, poison=True)
@@ -249,9 +252,9 @@ assert back == list(range(48)) and pool.k.isnan().all() and pool.v.isnan().all()
 # %% [markdown]
 # ## Prove it: poison changes nothing
 #
-# If no sequence reads the slots of another, their content does not matter. Run the same prompt through the
-# real model three times: with the contiguous strip; in a pool that still holds the keys of an earlier
-# text; and in a pool that was poisoned after it. Compare all logits exactly.
+# If no sequence reads the slots of another sequence, it does not matter what these slots hold. Run the same
+# prompt through the real model three times: with the contiguous strip; in a pool that still holds the keys
+# of an earlier text; and in a pool that was poisoned after the earlier text. Compare all logits exactly.
 
 # %%
 from nanoserve.generate import next_logits
@@ -264,7 +267,7 @@ def answer(cache, ids, tokens=8):
     """The logits of each greedy step, and the ids chosen."""
     step, logits, chosen = ids, [], []
     for _ in range(tokens):
-        with use_backend("reference"):  # the plain sum; since Day 25 the default is a kernel
+        with use_backend("reference"):  # the plain sum of Day 18; the default is Day 22's kernel
             logits.append(next_logits(model, step, cache))
         step = [int(logits[-1].argmax())]
         chosen += step
@@ -291,9 +294,9 @@ for poison in (False, True):
 # ## A stale read, planted
 #
 # A test that cannot fail proves nothing, so plant the bug. This cache reads its last block to the end,
-# though the sequence may end before. It is a likely mistake: kernels read whole tiles, and must mask the
-# slots past the end. They must mask the scores *and* the values, because a weight of 0 times NaN is NaN.
-# (The extra slots also shift the causal mask, so each query sees a few slots too far.)
+# although the sequence may end earlier. The mistake is a likely one: kernels read whole tiles, and must mask
+# the slots past the end. They must mask the scores *and* the values, because a weight of 0 times NaN is NaN.
+# (The extra slots also shift the causal mask, so each query sees a few slots too many.)
 
 
 # %%
@@ -314,29 +317,32 @@ for poison in (False, True):
     if finite:
         print("  the text:", repr(tokenizer.decode(chosen)))
     assert finite != poison and not torch.equal(logits, alone)
+    assert not poison or logits[0].isnan().all()
 
 # %% [markdown]
-# Without poison the cache gives readable words, and you must know the right words to see the mistake. With
-# poison, the first logits are NaN. From now on, each test for stale reads poisons its pool first. The
-# tests of the kernels do so too.
+# Without poison, the logits are finite and you get words. You can see the mistake only if you know the right
+# words. With poison, the first logits are NaN already. From now on, each test for stale reads poisons its
+# pool first, and so do the tests of the kernels.
 #
 # Poison does **not** find a stale *write*: a cache that keeps its old mapping writes plausible numbers into
-# another sequence's block. The invariant of Day 14 finds that mistake: no block has two owners.
-# `today.check(free)` has a case for it.
+# another sequence's block. Two sequences then use one block, and the invariant of Day 14 is broken.
+# `today.check(free)` has a case for this mistake.
 #
 # ## Measure it
 #
-# How much memory does giving back save? Run the thousand requests once more, and count the owned blocks. If
-# no block is given back, the count only rises. What is the largest count if every block is?
+# How much memory do you save if you give blocks back? Run the thousand requests once more, and count the
+# owned blocks. If no block is given back, the count only rises. If every sequence gives its blocks back,
+# what is the largest count?
 
 # %%
-question = "A thousand requests, four at a time: how many blocks at the peak?"
+question = "A thousand requests, four at a time, blocks given back: how many blocks at most?"
 today.predict("peak", question, guess=None, low=1)
 
 # %%
 never = serve(KVPool(tiny, num_blocks=8000, block_size=16), requests, give_back=False)
 print(f"with reuse {max(reused)} blocks at the peak, without {max(never):,}")
-print(f"{max(never) / max(reused):.0f} times fewer; your guess: {today.guess_text('peak')}")
+print(f"without reuse {max(never) / max(reused):.0f} times as many")
+print("your guess of the blocks with reuse:", today.guess_text("peak"))
 
 # %% jupyter={"source_hidden": true}
 # Draws the plot: Four at a time
@@ -353,17 +359,19 @@ ax.set(yscale="log", ylim=(3, 20000), xlim=(0, 1330), xticks=range(0, 1001, 200)
 fig
 
 # %% [markdown]
-# The scale is logarithmic. One line grows with the number of all requests so far. The other follows the
-# requests that run *now*: it would look the same after a million. So the size of a pool depends on how
-# many sequences you want to serve at once and how long they are, not on how many came before.
+# The scale is logarithmic. One line grows with the number of all requests so far. The other line depends
+# only on the requests that run *now*, so it would look the same after a million requests. The size that a
+# pool needs depends on how many sequences you serve at once and on how long they are. It does not depend on
+# how many sequences came before.
 #
-# This plot does not show a full pool: here four requests always fitted. If they do not fit, one request has
-# to wait or be interrupted. The scheduler decides which one, later in the course.
+# This plot does not show a full pool: here four requests always fit. If they do not fit, one request has
+# to wait, or is interrupted. Later in the course, a scheduler decides which request this is.
 #
 # ## Your answer is the engine
 #
-# Two prompts run through one poisoned pool of three blocks, with the engine's own cache. Inside
-# `today.mine()`, your `release` and your `free` give back the blocks that the second prompt needs.
+# Two prompts run through one poisoned pool of three blocks, with the engine's own cache. The second prompt
+# needs the blocks of the first. Inside `today.mine()`, your `release` and your `free` give them back, if they
+# have passed their checks.
 
 # %%
 from nanoserve import SamplingParams, cache as engine
@@ -392,18 +400,18 @@ today.review()
 # %% [markdown]
 # ## What you learned
 #
-# 1. **The size of a pool depends on what runs now,** not on what has ever run, because blocks come back.
-# 2. **Poison makes a silent bug visible.** Zero is a plausible number; NaN is not, and it spreads.
-# 3. **Freeing must be complete and repeatable:** every block goes back, the mapping is forgotten, and a
-#    second call changes nothing.
+# 1. **The size of a pool depends on what runs now,** and not on all that ever ran, because blocks come back.
+# 2. **Poison makes a silent bug visible.** Zero is a plausible number. NaN is not, and it spreads.
+# 3. **`free` must be complete and repeatable:** every block goes back, the old mapping no longer counts, and
+#    a second call changes nothing.
 #
 # ## Tomorrow
 #
-# Memory management is complete: blocks, tables, real keys, reuse. Attention over it is not: `append` still
-# copies all keys and values in every layer of every step. Before you make that fast, Day 18 writes down
-# exactly what it must compute, and freezes it.
+# Memory management is complete: blocks, tables, real keys, reuse. Attention over this memory is not complete:
+# `append` still copies all keys and values in every layer of every step. Before you make attention fast, Day
+# 18 writes down exactly what it must compute, and freezes it.
 #
 # **In one paragraph.** A sequence ends, its blocks go back, and the next sequence takes them. We ran a
-# thousand sequences through a pool of 48 blocks, and afterwards every block was free, exactly once. We
-# filled freed slots with NaN, and no logit changed, so no sequence reads another's slots. Then we planted
-# a cache that does, and the NaN showed at its first token.
+# thousand sequences through a pool of 48 blocks, and afterwards every block was free exactly once. We
+# filled freed slots with NaN, and no logit changed, so the second sequence read no slot of the first. Then
+# we planted a cache that reads too many slots, and its first logits were NaN.

@@ -11,9 +11,9 @@
 #
 # Week 5 · Phase 2, paged memory · you need: Day 6 (attention), Day 16 (Real keys in scattered blocks), Day 17 (Give it back)
 #
-# **Today** you write attention over scattered memory, as slowly and plainly as it can be written, and
-# then you promise never to touch it again. It is the oracle that every faster read will be held to,
-# with the distance that a faster one may keep.
+# **Today** you write attention over scattered memory as plainly as possible, and then you promise never to
+# change it again. This function is the oracle: every faster attention is compared with it. You also set the
+# tolerance, how far a faster attention may differ from the oracle.
 
 # %% jupyter={"source_hidden": true}
 # Set-up: on Colab, installs nanoserve in a minute or two. In your own clone it does nothing.
@@ -42,13 +42,13 @@ today.picture("frozen-target")
 # %% [markdown]
 # ## Why it matters
 #
-# Soon you will write a kernel: attention that reads the blocks itself. It adds the same numbers in another
-# order, on another machine, in tiles. A wrong kernel does not crash. It reads another sequence's slot, or
-# stops one key early, and returns a vector that looks like any other.
+# Soon you will write a kernel: attention that reads the blocks itself. The kernel adds the same numbers in
+# another order, in tiles, and perhaps on a GPU. A wrong kernel need not crash. It can read another sequence's
+# slot, or stop one key early, and return a vector that looks like any other vector.
 #
 # So the target comes before the kernel. If you write both at once, a mistake in one can hide a mistake in
-# the other. First write down what is **meant**, in the fewest lines. Prove it equal to the attention that
-# you have trusted since Day 6, and freeze it.
+# the other. First write down what attention **means** here, in the fewest lines. Prove that these lines are
+# equal to the attention that you have trusted since Day 6, and freeze them.
 
 # %%
 today.glossary(
@@ -58,7 +58,7 @@ today.glossary(
 # %% [markdown]
 # ## The arguments of paged attention
 #
-# All of Week 4 comes down to four arguments:
+# All the work of Week 4 appears in these arguments:
 #
 # | argument | shape | meaning |
 # | --- | --- | --- |
@@ -67,9 +67,9 @@ today.glossary(
 # | `slot_mapping` | `[kv_len]` | the slot of each position, oldest first, this step's included |
 # | `n_rep` | a number | `n_q // n_kv`: how many query heads share a KV head |
 #
-# The fifth is `scale`; its default is `head_dim ** -0.5`. There is no block table and no block size: a slot
-# is `block_id * block_size + offset`, which is an index already. Here is a small pool, in which a sequence
-# of 37 tokens owns blocks 7, 2 and 5 of 16 slots:
+# One more argument, `scale`, has the default `head_dim ** -0.5`. There is no block table and no block size: a
+# slot is `block_id * block_size + offset`, so it is an index into the pool already. Here is a small pool with
+# blocks of 16 slots. A sequence of 37 tokens owns blocks 7, 2 and 5:
 
 # %%
 import torch
@@ -85,22 +85,23 @@ print("positions 0, 15, 16, 36 lie in slots", slot_mapping[[0, 15, 16, 36]].toli
 # One line of PyTorch fetches the keys, in the order of the text:
 
 # %%
-history = k_pool[slot_mapping]
-print(list(history.shape), "position 16 is slot 32:", torch.equal(history[16], k_pool[32]))
+keys = k_pool[slot_mapping]
+print(list(keys.shape), "position 16 is slot 32:", torch.equal(keys[16], k_pool[32]))
 
 # %% [markdown]
 # ## Your turn: `paged_attention_reference`
 #
-# Attend through the mapping. `sdpa` of Day 6 has the causal mask, the groups of heads and a softmax in
-# float32. So:
+# Compute attention through the slot mapping. `sdpa` of Day 6 has the causal mask, the groups of heads and a
+# softmax in float32 already. So:
 #
-# 1. If `n_q` is not `n_kv * n_rep`, raise ValueError and name `n_rep`. The shapes determine this number, but
-#    a kernel will compute pointers from it, and a kernel cannot check it.
-# 2. Gather keys and values by slot, and bring them to `[1, n_kv, kv_len, head_dim]`, contiguous.
-# 3. Call `sdpa`, with the scale.
+# 1. If `n_q` is not `n_kv * n_rep`, raise a ValueError that names `n_rep`. A kernel will compute pointers from
+#    `n_rep` and cannot check it, so this function checks it.
+# 2. Gather keys and values by slot. Bring both to the shape `[1, n_kv, kv_len, head_dim]`, and make them
+#    contiguous, as Day 11's strip is: then `sdpa` gets the same numbers in the same layout.
+# 3. Call `sdpa`, and pass the scale on.
 #
-# Write it plainly. This function need not be fast; it must be easy to believe. Stuck? `today.hint()` looks
-# at the case that failed.
+# Write it plainly. This function need not be fast, but a reader must be able to believe it. Stuck?
+# `today.hint()` looks at the case that failed.
 #
 # After a kernel restart, run the cells above first (Run → Run All Above Selected Cell).
 
@@ -168,8 +169,9 @@ def paged_attention_reference(
 # %% [markdown]
 # ## Prove it: equal, not close
 #
-# The promise is strict: `torch.equal` to the sum that `gqa_attention` uses, over keys and values that lie
-# side by side. A loop copies them out token by token, independently of the gather above.
+# The test is strict: the result must be `torch.equal` to `sdpa`, which `gqa_attention` uses, over keys and
+# values that lie side by side. A loop copies these keys and values token by token, so it is independent of the
+# gather above.
 
 
 # %%
@@ -210,10 +212,10 @@ for name, (q, k_pool, v_pool, slots, n_rep) in cases.items():
     print(f"{name:30} equal to the last bit: {torch.equal(scattered, side_by_side)}")
 
 # %% [markdown]
-# Then use the poison of Day 17. Every slot that is not this sequence's holds NaN: before and behind its
-# blocks, and behind its last token. NaN spreads through every sum that it enters, so one stale read shows
-# in the whole output. The causal mask does not prevent it: the mask gives the slot a weight of 0 for
-# earlier queries, and 0 times NaN is NaN. So a kernel must mask the values too.
+# Then use the poison of Day 17. Every slot that does not belong to this sequence holds NaN, also the slots
+# behind its last token. NaN spreads through every sum that it enters, so one stale read shows in the whole
+# output. The causal mask does not prevent this: it gives the slot a weight of 0 for earlier queries, and 0
+# times NaN is NaN. So a kernel must mask the values too.
 
 # %%
 q, k_pool, v_pool, slots, n_rep = a_case(5, (7, 2, 5), 37, poison=True)
@@ -223,10 +225,11 @@ print(f"{share:.0%} of the pool is NaN, in the output: {int(out.isnan().sum())} 
 one_more = torch.cat([slots, slots[-1:] + 1])  # a mapping that is one slot too long
 stale = paged_attention_reference(q, k_pool, v_pool, one_more, n_rep)
 print(f"one slot too far: {float(stale.isnan().float().mean()):.0%} NaN")
+assert not out.isnan().any() and stale.isnan().all()
 
 # %% [markdown]
-# All this shows that the reference equals *our* sum. Is our sum right? Compare it with an independent one:
-# PyTorch's own attention, in float64, where rounding hardly matters.
+# All this shows that the reference is equal to *our* `sdpa`. Is our `sdpa` right? Compare the reference with
+# an independent implementation: PyTorch's own attention, in float64, where rounding hardly matters.
 
 # %%
 import torch.nn.functional as F
@@ -248,34 +251,34 @@ print("all", len(cases), "cases within", ATOL, "+", RTOL, "of the value")
 # %% [markdown]
 # ## How far is right?
 #
-# A kernel adds in another order, so its last bits differ, and `torch.equal` would refuse every kernel. It
-# needs a tolerance. If the tolerance is too small, right kernels fail on some machine. If it is too large,
-# wrong kernels pass. The usual rule has two parts:
+# A kernel adds in another order, so its last bits can differ, and `torch.equal` would refuse right kernels.
+# The comparison needs a tolerance. If the tolerance is too small, right kernels fail on some machine. If it
+# is too large, wrong kernels pass. The usual rule has two parts:
 #
 # $$ |\text{kernel} - \text{oracle}| \;\le\; \text{ATOL} + \text{RTOL} \cdot |\text{oracle}| $$
 #
-# - **RTOL** is for large values: a float32 has about 7 digits, and a sum of many terms can lose two or
-#   three of them. $10^{-4}$ asks for four digits.
-# - **ATOL** is for values near 0, the result of large terms that cancel. There a relative bound would ask
-#   for digits that float32 does not have. The outputs are averages of values of size 1, so ATOL is
-#   $10^{-5}$.
-# - **16 bits.** bfloat16 has 3 digits. One unit of its precision, `eps`, is the distance from 1 to the next
-#   number. With several queries, the oracle rounds queries, scores and weights to the dtype; a single query
-#   attends in float32. A kernel need not round any of them. So the tolerance is two units, both absolute
-#   and relative.
+# - **RTOL** is for large values. A float32 has about 7 digits, and a sum of many terms can lose two or
+#   three of them. With $10^{-4}$, about four digits must agree.
+# - **ATOL** is for values near 0, where large terms cancel. There a relative bound would demand digits that
+#   float32 does not have. The outputs are averages of values of size 1, so ATOL is $10^{-5}$.
+# - **16 bits.** float16 has 3 to 4 digits, and bfloat16 has 2 to 3. One unit of precision, `eps`, is the
+#   distance from 1 to the next number. With several queries, the oracle rounds queries, scores and weights
+#   to the dtype; with a single query, it computes in float32. A kernel need not round any of these. So the
+#   tolerance is two units, both absolute and relative.
 
 # %%
 for dtype in (torch.float32, torch.float16, torch.bfloat16):
     print(f"{dtype!s:15} atol {tolerance(dtype)[0]:.6f}   rtol {tolerance(dtype)[1]:.6f}")
 
 # %% [markdown]
-# These two numbers are in one file, and every test of a kernel, a cache or a small model imports them from
-# there. If each test had its own tolerance, it would grow a little whenever a test failed.
+# ATOL and RTOL are in one file, and the tests of kernels, caches and small models import them from there. If
+# each test had a tolerance of its own, someone would raise it a little whenever the test failed.
 #
 # ## Measure it
 #
-# Is the tolerance larger than the noise, and smaller than a fault? PyTorch's own attention is a right answer
-# that was computed differently. A plausible fault is attention that misses its oldest key. Guess first.
+# Is the tolerance larger than the noise, and smaller than the effect of a fault? PyTorch's own attention is a
+# right answer that is computed in another order. A plausible fault is attention that misses its oldest key.
+# Guess first.
 
 # %%
 question = "How far is PyTorch's float32 attention from ours? 10 to the minus ..."
@@ -335,21 +338,23 @@ fig
 
 # %% [markdown]
 # Read the plot from the bottom. In float32, the difference between PyTorch's attention and ours is below
-# ATOL at every length: two right answers, added in different orders. The fault is more than ten times above
-# it. The cell above asserts both, so the dashed line separates them on your machine too.
+# ATOL at every length: both answers are right, and they add in different orders. The fault's difference is
+# more than ten times ATOL. The cell above asserts both, so the lower dashed line separates right from wrong
+# on your machine too.
 #
 # Now look at bfloat16. Its tolerance is 0.016, and at 4,096 tokens the fault is **below it**: one key of
-# thousands changes the average less than rounding may. A bfloat16 test with a long context would pass a
-# kernel that loses a key. So tests look for faults in float32, with few tokens and with poison. The tests
-# in 16 bits only check that the dtype is handled at all. (The plot leaves out float16's tolerance, 0.002.)
+# thousands changes the average less than the tolerance allows. A bfloat16 test with a long context could pass
+# a kernel that loses a key. So tests look for faults in float32, with few tokens and with poison. The tests
+# in 16 bits only check that the kernel can handle the dtype. (The plot leaves out float16's tolerance, 0.002.)
 #
-# The plot does not show a real model. Its keys are not random numbers: its scores are sharper, and a
-# missing key may matter much more, or not at all.
+# The plot does not show a real model. The keys of a real model are not random numbers, and a few of them can
+# get most of the weight. Then a missing key can matter much more, or not at all.
 #
 # ## With your own code
 #
-# The package's cache can call this function instead of a kernel; tomorrow you see where. `use_backend` asks
-# for it, and inside `today.mine()` it is yours: if yours passed, every layer of this answer calls it.
+# The package's cache can call this function instead of a kernel, and tomorrow you see where.
+# `use_backend("reference")` selects it. Inside `today.mine()` every layer of the model calls your function, if
+# it has passed its check.
 
 # %%
 from nanoserve import LLM, SamplingParams
@@ -366,17 +371,17 @@ assert answer.text.startswith(" Paris")
 # ## What you learned
 #
 # 1. **Write the target before the kernel that has to meet it,** in code so plain that you can believe it.
-# 2. **Ask for equality if the sum is the same, for closeness if only its order differs.** Equality is the
-#    stronger test; give it up only when you must, and write down by how much.
-# 3. **A tolerance is a claim about faults:** right answers must be far below it and wrong answers far
-#    above. In bfloat16 a lost key can be below it.
+# 2. **Demand equality if the sum is the same, and closeness if only the order of the sum differs.** Equality
+#    is the stronger test. Give it up only when you must, and write down the tolerance.
+# 3. **A tolerance is a claim about faults:** the differences of right answers must be below it, and those of
+#    wrong answers far above it. In bfloat16, the difference of a lost key can be below it.
 #
 # ## Tomorrow
 #
-# The target is frozen, but *your* attention does not call it yet. Day 19 adds one branch to attention, and
-# the cache attends by itself.
+# The target is frozen, but `gqa_attention` does not use it yet. Day 19 adds one branch to `gqa_attention`, and
+# then the cache computes attention itself.
 #
-# **In one paragraph.** We wrote attention over scattered memory as plainly as possible: gather by slot,
-# then the sum of Day 6. It is byte-equal to that sum on every shape, and NaN in every other slot does not
-# change it. Then we measured how far right answers and wrong answers are from it, and set one tolerance
-# between them, in one file, for every kernel to come.
+# **In one paragraph.** We wrote attention over scattered memory as plainly as possible: gather by slot, then
+# the `sdpa` of Day 6. The result is byte-equal to `sdpa` over contiguous keys and values in all eight cases,
+# and NaN in all other slots does not reach it. Then we measured how far right answers and a wrong answer are
+# from this oracle. One tolerance, in one file, lies between them for every kernel that follows.

@@ -11,8 +11,9 @@
 #
 # Week 5 · Phase 2, paged memory · you need: Day 18 (Freeze the target)
 #
-# **Today** the cache gets a method that attends. It takes the query with the keys and values, and returns
-# the answer instead of the history. Attention grows one branch for it, the last it will ever need.
+# **Today** the cache gets a method that computes attention. The method takes this step's queries, keys and
+# values, and returns the output of attention instead of all K and V. `gqa_attention` gets one branch that
+# calls this method, and that is its last change.
 
 # %% jupyter={"source_hidden": true}
 # Set-up: on Colab, installs nanoserve in a minute or two. In your own clone it does nothing.
@@ -41,14 +42,14 @@ today.picture("fused-read")
 # %% [markdown]
 # ## Why it matters
 #
-# Since Day 16 the engine can run on scattered blocks, but not directly: `append` writes the new keys into
-# their slots, then copies **all keys and values** out of the pool, in every layer of every step, so that
-# attention finds them side by side. The blocks save memory, and the copy costs time.
+# Since Day 16 the engine can run on scattered blocks, but with a detour. `append` writes the new keys into
+# their slots. Then it copies **all keys and values** out of the pool, in every layer of every step, because
+# `sdpa` needs them side by side. The blocks save memory, and the copy costs time.
 #
 # A kernel that reads the blocks where they lie needs no copy. But attention only calls `append`, which
-# returns K and V in one piece. So the interface has to change before the kernel can come: attention passes
-# the query to the cache, and the cache returns the output. We make that change now, with the reference in
-# the place of the kernel, while everything can still be compared bit for bit.
+# returns K and V in one piece. So the interface has to change before you can use a kernel: attention passes
+# the query to the cache, and the cache returns the output. We make this change now, with the reference in
+# the place of the kernel, because now everything can still be compared bit for bit.
 
 # %%
 today.glossary("fused", "gather", "slot mapping", "byte-equal", "plumbing", "spy")
@@ -56,9 +57,8 @@ today.glossary("fused", "gather", "slot mapping", "byte-equal", "plumbing", "spy
 # %% [markdown]
 # ## The cache attends
 #
-# The cache gets one more method, next to `append`. It writes this step's keys and values as `append` does
-# (the same `_write`, Day 16), so the returned slots include this step's own. Then, instead of gathering, it
-# calls the reference:
+# The cache gets one more method, next to `append`. It calls Day 16's `_write`, as `append` does, so the slots
+# of this step's tokens are among the returned slots. Then it calls the reference with these slots:
 
 # %%
 import torch
@@ -90,29 +90,31 @@ class PagedKVCache(PagedKVCache):
 
 
 # %% [markdown]
-# Look at the arguments, because Day 25 changes only the name of the called function:
+# Look at the arguments. Day 25 changes only the name of the called function:
 #
-# - `self.pool.k[layer]`, `self.pool.v[layer]`: **this layer's** whole pools, the slots of other sequences
-#   included. Nothing is copied: indexing with a number gives a view.
+# - `self.pool.k[layer]`, `self.pool.v[layer]`: the whole pools of **this layer**, with the slots of other
+#   sequences. Nothing is copied here: indexing with a number gives a view.
 # - `slots`: the slots of **all** tokens so far, this step's included.
 # - `n_rep` and `scale` are passed on unchanged, and so is the result.
 #
 # ## Your turn: one branch in `gqa_attention`
 #
-# Since Day 11 attention has two branches: no cache, or `append` and then the sum. Now there are three:
+# Since Day 11 `gqa_attention` has two branches: without a cache it calls `sdpa`, and with a cache it calls
+# `append` and then `sdpa`. Now there are three branches:
 #
 # | the cache | attention |
 # | --- | --- |
 # | `None` | `sdpa` over this step's own q, k, v |
-# | has a `paged_attention` | calls it with `(index, k, v, q, config.n_rep)`; the scale is the default |
+# | has a method `paged_attention` | calls this method with `(index, k, v, q, config.n_rep)`; the scale is the default. The result is the output of attention |
 # | any other | `append`, then `sdpa` over the K and V that it returns |
 #
-# Test for the method, not for the class: `hasattr(cache, "paged_attention")`. A later cache, with quantised
-# blocks for example, then needs no branch of its own. Call only one of the two methods: both write, so
-# calling both writes the step twice.
+# Test for the method, not for a class: `hasattr(cache, "paged_attention")`. Then a later cache, for example
+# with quantised blocks, needs no branch of its own. Call only one of the two methods: both write, so if you
+# call both, the step is written twice.
 #
-# The projections are given below, through `_qkv`: q, k and v are heads of one tensor, and RoPE rotates
-# queries and keys together. Write what is missing. Stuck? `today.hint()` looks at the case that failed.
+# The first part is given: `_qkv` computes the heads of q, k and v in one tensor, and RoPE rotates queries and
+# keys together. Replace the `raise` by the three branches, which set `out`. Stuck? `today.hint()` looks at the
+# case that failed.
 #
 # After a kernel restart, run the cells above first (Run → Run All Above Selected Cell).
 
@@ -123,10 +125,10 @@ from nanoserve.layers import Cache, _heads, _linear, _qkv, apply_rope, rms_norm,
 
 # %%
 def gqa_attention(x, layer, cos, sin, config, cache=None, index=0):
-    """x [batch, seq, hidden] -> [batch, seq, hidden]; the cache may gather, or attend itself."""
+    """x [batch, seq, hidden] -> [batch, seq, hidden]; the cache gathers, or computes attention."""
     heads = _heads(_qkv(x, layer), config.n_q + 2 * config.n_kv)  # of q, then of k, then of v
     qk, v = heads.split([config.n_q + config.n_kv, config.n_kv], dim=1)
-    if config.qk_norm:  # Qwen3: each head's query and key are normalised before RoPE
+    if config.qk_norm:  # Qwen3: normalise each head's query and key before RoPE
         q, k = qk.split([config.n_q, config.n_kv], dim=1)
         q = rms_norm(q, layer["self_attn.q_norm.weight"], config.norm_eps)
         k = rms_norm(k, layer["self_attn.k_norm.weight"], config.norm_eps)
@@ -182,10 +184,10 @@ def gqa_attention(
 # %% [markdown]
 # ## Prove it: the plumbing
 #
-# A method that computes nothing can still be wrong: it can pass the pools of another layer, or a mapping
-# without the newest token, or make a second call. The numbers show such a mistake late, or never. So put a
-# **spy** in the place of the reference. It records its arguments, and returns a tensor that we can
-# recognise.
+# `paged_attention` computes nothing itself, but it can still be wrong. It can pass the pools of another layer,
+# or a mapping without the newest token, or make a second call. A test of the output may not show such a
+# mistake. So put a **spy** in the place of the reference. The spy records its arguments, and returns a tensor
+# that we can recognise.
 
 # %%
 from nanoserve import load_model
@@ -234,14 +236,14 @@ assert len(last) == config.num_layers
 assert all(same + whole + untouched)
 
 # %% [markdown]
-# Day 25 replaces one name in that method. This test, hardly changed, will then show that the method really
-# calls the kernel.
+# Day 25 replaces one name in the method. Then nearly the same test shows that the method really calls the
+# kernel.
 #
 # ## Prove it: the model
 #
-# Now the numbers. Put today's `gqa_attention` into the engine's module, so that the whole model calls it.
-# Then run a text in steps, with a strip and with blocks. The pool is poisoned, and a second sequence takes
-# blocks in between, so that our blocks lie scattered.
+# Now test the numbers. Put today's `gqa_attention` into the engine's module, so that the whole model calls it.
+# Then run a text in steps, with a strip and with blocks. The pool is poisoned. A second sequence takes a block
+# before each step, so that our blocks lie scattered.
 
 # %%
 import nanoserve.layers
@@ -279,16 +281,16 @@ for name, steps in (("prefill, then decode", (14, *[1] * 6)), ("chunks", (7, 16,
         pool.allocator.free(neighbour.pop())
 
 # %% [markdown]
-# They are **byte-equal**, not only close. The reference gathers the same keys that the strip holds and
-# computes the same sum, so every bit is the same. Remember this on Day 25, when a kernel adds in another
-# order and the logits are only *close*: the equality is a property of the reference, not of paging.
+# The logits are **byte-equal**, not only close. The reference gathers the same keys and values that the strip
+# holds, and computes the same sum, so every bit is the same. Remember this on Day 25: there a kernel adds in
+# another order, and the logits are only *close*. The equality is a property of the reference, not of paging.
 #
 # ## A paged engine
 #
-# One step is left: `LLM` has to make the pool. `new_cache` makes it, with slots for the prompt and all tokens
-# that may be written, and `LLM` uses the paged cache from now on unless you ask for another. So far each
-# sequence has a pool of its own. A later phase shares one pool between many sequences, the purpose of
-# blocks.
+# One part is left: `LLM` has to make the pool. `new_cache` makes a pool with slots for the prompt and for all
+# tokens that may be generated. From now on `LLM` uses the paged cache, unless you pass another `cache`. So
+# far each sequence has a pool of its own. In a later phase many sequences share one pool, and that is the
+# purpose of blocks.
 
 # %%
 from collections.abc import Sequence
@@ -342,8 +344,8 @@ class LLM(LLM):
 
 
 # %% [markdown]
-# Now compare the tokens: the oracle's recorded prompts with fewer than 100 tokens, greedy, and one prompt
-# with sampling.
+# Now compare the tokens: first greedily, on the oracle's recorded prompts with fewer than 100 tokens, and then
+# on one prompt with sampling.
 
 # %%
 paged, naive = LLM("smollm2"), LLM("smollm2", cache="naive")
@@ -367,15 +369,15 @@ assert ours == strip
 # %% [markdown]
 # ## Measure it
 #
-# How much longer does a step take with the paged cache than with the strip? Guess for a text of 1,024
-# tokens:
+# Compare the time of a decode step with the paged cache and with the strip. Guess for 1,024 tokens in the
+# cache:
 
 # %%
-question = "How many times longer does a step take with the paged cache, after 1,024?"
+question = "After 1,024 tokens: time of a step with the paged cache, divided by the strip's?"
 today.predict("cost", question, guess=None, low=0)
 
 # %% [markdown]
-# (K and V are random numbers here. Their values do not change the time, and running 1,024 tokens through the
+# (K and V are random numbers here. Their values do not change the time. To run 1,024 tokens through the
 # model first would take longer than the measurement.)
 
 
@@ -423,18 +425,18 @@ ax.set(ylim=(0, 1.15 * max(*ms["paged"], *ms["naive"])), xlim=(52, 1_700), xtick
 fig
 
 # %% [markdown]
-# On the machine of the stored run the paged step is slower. Its reference gathers: it copies all keys and
-# values in every layer, and the strip copies nothing. Paging saves memory (Day 14 counted how much) and
-# costs time for now. The word *fused* is a promise today: no code outside the method sees K and V, so a
-# kernel may read them in place. Tomorrow's benchmark measures this cost alone, and Week 6 writes the
-# kernel.
+# On the machine of the stored run, the step with the paged cache takes longer after 1,024 tokens. The
+# reference gathers: it copies all keys and values in every layer, and the strip copies nothing. Paging can
+# save memory (Day 14 counted how much), and for now it costs time. The word *fused* is a promise today: no
+# code outside the method uses the gathered K and V, so a kernel may read them in place. Day 20 measures
+# attention alone, and in Week 6 you write the kernel.
 #
-# The plot hides part of the difference, because most of a step's time goes to the weights. And it shows no
-# memory: the strip reserves slots that it never uses.
+# Both lines contain the same time for the weights, so the plot shows a smaller ratio than attention alone
+# would. And the plot does not show memory: the strip reserves slots that it may never use.
 #
 # ## With your own code
 #
-# Inside `today.mine()` your `gqa_attention` runs in all 30 layers, with a paged cache, once it has passed its
+# Inside `today.mine()` your `gqa_attention` runs in all 30 layers, with a paged cache, if it has passed its
 # check.
 
 # %%
@@ -446,19 +448,19 @@ assert completion.text.startswith(" Paris")
 # %% [markdown]
 # ## What you learned
 #
-# 1. **Pass the query to the memory, not the memory to the query.** The owner of the memory decides how it is
-#    read.
-# 2. **Test plumbing with a spy, and numbers with an oracle.** The spy checks the arguments, the oracle the
-#    results; neither finds the other's faults.
-# 3. **Change the interface while equality still holds.** Then the kernel is the only new thing later.
+# 1. **Pass the query to the memory, not the memory to the query.** The owner of the memory decides how the
+#    memory is read.
+# 2. **Test plumbing with a spy, and numbers with an oracle.** The spy checks the arguments, and the oracle
+#    checks the results. Each can find a fault that the other misses.
+# 3. **Change the interface while equality still holds.** Later, the kernel is then the only new part.
 #
 # ## Tomorrow
 #
 # Paged attention is in its place, and it still copies. How fast is it, in bytes per second, at every length?
 # Day 20 measures the number that the kernel has to beat.
 #
-# **In one paragraph.** The paged cache got a method that takes the query and returns the output of
-# attention, and attention got a branch that calls this method where a cache has it. A spy showed that every
-# layer calls it once, with its own pools and the whole mapping. The logits and tokens are equal to the
-# contiguous cache's in every bit. The reference gathers, and that costs time. But a kernel can now take its
-# place by one changed line.
+# **In one paragraph.** The paged cache got a method that takes the query and returns the output of attention.
+# `gqa_attention` got a branch that calls this method if the cache has it. A spy showed that the method calls
+# the reference once per layer, with the layer's own pools and the whole mapping. With both caches, the logits
+# are equal in every bit, and the tokens are the same. The reference gathers, and gathering costs time. But now
+# one changed line can put a kernel in its place.

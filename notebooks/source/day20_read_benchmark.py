@@ -11,8 +11,9 @@
 #
 # Week 5 · Phase 2, paged memory · you need: Day 19 (The fused read)
 #
-# **Today** you measure one layer's attention alone, from 16 to 4,096 tokens in the cache: gather K and V
-# first, or attend in place. The result is the number that a kernel has to beat.
+# **Today** you measure one layer's attention alone, from 16 to 4,096 tokens in the cache. One variant gathers
+# K and V first, and the other calls the cache's own attention. The result is the number that a kernel has to
+# beat.
 
 # %% jupyter={"source_hidden": true}
 # Set-up: on Colab, installs nanoserve in a minute or two. In your own clone it does nothing.
@@ -41,14 +42,13 @@ today.picture("gather-against-fused")
 # %% [markdown]
 # ## Why it matters
 #
-# Work on speed begins with a **baseline**: a number measured before the work, by a benchmark that does not
-# change afterwards. A baseline that is measured later is easily made to look worse than it was.
+# Work on speed begins with a **baseline**: a number that is measured before the work, by a benchmark that does
+# not change afterwards. If you measure the baseline later, it is easy to make it look worse than it was.
 #
-# Day 13's rules hold: correct first, take turns, know the peak bandwidth. Two rules are new, because one
-# layer's attention takes only a small part of a token's time. **Read from memory**, not from the
-# processor's cache: the K and V of a layer that was read a moment ago may still be in the cache, and then
-# the clock measures the wrong thing. And **compare every bit**: two variants that compute the same sum must
-# agree exactly.
+# Day 13's rules hold: check the result first, let the variants take turns, know the peak bandwidth. Two rules
+# are new, because one layer's K and V are small, and its attention takes little time. **Read from memory**, not from the processor's cache: the K and V of a layer that was used a moment
+# ago may still be in the processor's cache, and then you measure the cache. And **compare every bit**: two
+# variants that compute the same sum must agree exactly.
 
 # %%
 today.glossary("baseline", "sweep", "memory traffic", "peak bandwidth", "bandwidth", "interleaved")
@@ -56,20 +56,21 @@ today.glossary("baseline", "sweep", "memory traffic", "peak bandwidth", "bandwid
 # %% [markdown]
 # ## The bytes that move
 #
-# One new token attends in one layer. Attention reads the keys and values of all tokens:
+# One new token attends in one layer. Attention needs the keys and values of all tokens:
 #
-# - **in place**, each number is read once;
-# - **gathered**, each number is copied twice, and a copy is a read and a write: `pool[layer][slots]` puts
-#   the tokens in order, and `.transpose(0, 1).contiguous()` puts them head by head. Then attention reads
-#   the second copy.
+# - **In place**, each number is read once, where it lies.
+# - **Gathered**, each number is copied twice, and a copy is a read and a write. `pool[layer][slots]` puts the
+#   tokens in order, and `.transpose(0, 1).contiguous()` puts them head by head. Then attention reads the
+#   second copy.
 #
-# So the **memory traffic** of the two is five to one, and a kernel needs only the one. The picture above
-# shows both. The query, the scores and the output are small beside it.
+# So the **memory traffic** is one to five. The picture above shows both. A kernel can read in place. The
+# query, the scores and the output are small beside K and V.
 #
 # ## Your turn: `bytes_of_a_read`
 #
-# Count the bytes that move for `kv_len` tokens in **one** layer. The mapping holds slots, not blocks: the
-# empty end of the last block is not read. Stuck? `today.hint()` looks at the case that failed.
+# Count the bytes of K and V that move for `kv_len` tokens in **one** layer, in place or gathered. The mapping
+# holds slots, not blocks, so the empty end of the last block is not read. Stuck? `today.hint()` looks at the
+# case that failed.
 #
 # After a kernel restart, run the cells above first (Run → Run All Above Selected Cell).
 
@@ -101,17 +102,17 @@ def bytes_of_a_read(config: ModelConfig, kv_len: int, dtype: torch.dtype, gather
 # %% [markdown]
 # ## The benchmark that lands
 #
-# The benchmark uses two shapes: our own model's, and that of Llama-3.2-1B, from the configuration that is
-# published with it. Attention needs only the shape. K and V are random numbers in **every second block of
-# a pool, in descending order**, so that no blocks lie side by side by luck. Each round reads the **next
-# layer**, and the two variants use different layers: otherwise the second variant would find in the
-# processor's cache what the first has just read. (In a first version of this benchmark both read the same
-# layer in turn. The fused variant looked 5 % faster, and was not.)
+# The benchmark uses two shapes: the shape of our own model, and the shape of Llama-3.2-1B, from its published
+# configuration. Attention needs only the shape. K and V are random numbers in **every second block of a pool,
+# in descending order**, so that no two blocks lie side by side by luck. Each round uses the **next layer**,
+# and the two variants use different layers. Otherwise the second variant would find in the processor's cache
+# what the first variant has just read. (In a first version of this benchmark both variants used the same
+# layer, one after the other. The fused variant looked 5 % faster, and was not.)
 #
-# Look for three parts of the cell: where the two results are compared, the error that is raised if they
-# differ, and that no clock is read before. `attend_in_place` is Day 19's `paged_attention`. The package's
-# own method calls a dispatcher since Day 25; the baseline stays Day 19's sum, and neither variant runs the
-# dispatcher's checks.
+# Find three things in the cell: the line that compares the two results, the error that is raised if they
+# differ, and the clock, which is read only after that. `attend_in_place` does what Day 19's `paged_attention`
+# does. It is a function of its own, because from Day 25 on the package's method calls a dispatcher. The
+# baseline stays Day 19's sum, and neither variant runs the dispatcher's checks.
 
 # %%
 import time
@@ -247,9 +248,9 @@ def scattered_cache(
 
 
 # %% [markdown]
-# `bytes` counts K and V once, for both variants: no variant can read less. So bytes per second counts only
-# the **useful** bytes, and a variant that moves each of them five times shows it. The number is that of the
-# exercise, in place:
+# `bytes` counts K and V once, for both variants: no variant can read fewer bytes. So bytes per second counts
+# only the **useful** bytes. A variant that moves each byte five times reaches a lower number. The assert
+# below compares `bytes` with the exercise's count in place:
 
 # %%
 from nanoserve import load_model
@@ -275,7 +276,8 @@ print(
 )
 
 # %% [markdown]
-# Now check the correctness check. Let the fused variant lose its oldest token: the benchmark gives no time.
+# Now check the correctness check. Let the fused variant lose its oldest token: the benchmark must raise an
+# error and return no time.
 
 # %%
 right = attend_in_place
@@ -295,8 +297,8 @@ finally:
     attend_in_place = right
 
 # %% [markdown]
-# And check the arithmetic, with a scripted clock: it advances by one second each time it is read, so each
-# run takes exactly one second.
+# And check the arithmetic with a scripted clock. The clock advances by one second each time it is read, so
+# each run takes exactly one second.
 
 # %%
 ticks = count()
@@ -308,11 +310,11 @@ for row in attention_benchmark(config, [16, 64], rounds=3, clock=lambda: float(n
 # %% [markdown]
 # ## Predict, then measure
 #
-# How fast is the fused variant, compared with the gather, at 4,096 tokens? Before you guess, look once more
-# at the function that `attend_in_place` calls.
+# How fast is the fused variant at 4,096 tokens, compared with the gather? Before you guess, look once more at
+# the function that `attend_in_place` calls.
 
 # %%
-question = "At 4,096 tokens, how many times as fast as the gather is it?"
+question = "At 4,096 tokens: time of gather, divided by the time of fused?"
 today.predict("gain", question, guess=None, low=0)
 
 # %% tags=["nbval-ignore-output"]
@@ -332,6 +334,9 @@ for name, results in rows.items():
 gain = rows["Llama-3.2-1B"][-2].seconds / rows["Llama-3.2-1B"][-1].seconds
 print(f"fused is {gain:.2f} times as fast at 4,096; your guess: {today.guess_text('gain')}")
 assert 0.2 < gain < 5
+for results in rows.values():
+    assert all(row.bytes_per_second < 0.5 * peak for row in results[:2])  # at 16 tokens
+    assert results[-1].seconds > 2 * results[1].seconds  # fused: 4,096 tokens against 16
 assert all(0 < row.bytes_per_second < 3 * peak for results in rows.values() for row in results)
 
 # %% jupyter={"source_hidden": true}
@@ -359,20 +364,21 @@ if guess := today.guess("gain"):
 fig
 
 # %% [markdown]
-# The two variants do the same work: `attend_in_place` calls the reference, which gathers and attends. So the
-# fused variant **cannot be faster**, and any difference between the two lines is noise of the machine. If
-# your lines differ, run the cell again: the difference changes.
+# The two variants do the same work: `attend_in_place` calls the reference, and the reference gathers and then
+# calls `sdpa`. So the fused variant **has no reason to be faster**. If your lines differ, run the cell again:
+# a difference that comes from the machine changes from run to run.
 #
 # Read two facts from the plot all the same:
 #
-# - **With few tokens, hardly any byte has to be read.** At 16 tokens most of the time is PyTorch's overhead
-#   for a dozen small operations. A kernel is *one* operation.
-# - **With many tokens, the time grows with the bytes.** The black line is the time that reading the useful
-#   bytes takes at peak bandwidth. The distance between the lines is what a kernel can win.
+# - **With few tokens, few bytes have to be read.** At 16 tokens, the useful bytes explain less than half of
+#   the time, as the cell above asserts. The rest is arithmetic, and PyTorch's overhead for a dozen small
+#   operations. A kernel is *one* operation.
+# - **With many tokens, the time grows.** The black line shows how long the useful bytes take at peak
+#   bandwidth. The distance between this line and the others is the most that a kernel can win.
 #
 # ## Where does the time go?
 #
-# How much can a kernel win by not copying? Measure the parts, at 4,096 tokens of Llama's shape: the copy
+# How much can a kernel win if it does not copy? Measure the parts at 4,096 tokens of Llama's shape: the copy
 # alone, and attention alone over K and V that are already contiguous.
 
 # %% tags=["nbval-ignore-output"]
@@ -423,17 +429,19 @@ ax.grid(visible=False, axis="y")
 fig
 
 # %% [markdown]
-# A kernel does not copy, so it saves the second bar. It still has to attend, as in the third bar, and no
-# variant can be faster than the last bar. The parts do not add up to the whole: right after a copy,
-# attention finds K and V in the processor's cache.
+# A kernel does not copy, so it can save the second bar. It still has to attend, as in the third bar. No
+# variant that reads K and V from memory can be faster than the last bar. The second and the third bar need
+# not add up to the first: right after a copy, attention may find K and V in the processor's cache.
 #
-# The bars show the parts. The baseline is the time of the **sweep** at 4,096 tokens, and beside it the time
-# of the bytes at peak bandwidth: what attention costs today, and the least that it can cost.
+# The bars show the parts. The baseline is the time of the **sweep** at 4,096 tokens. Beside it stands the time
+# of the bytes at peak bandwidth. The first is the time of attention today, and the second is the least that
+# it can be.
 #
-# These plots show one sequence, one thread count, float32 and a CPU. With 64 sequences at once the
-# operations are larger, and they share the overhead. A GPU reads memory about a hundred times faster, and
-# the overhead of a dozen small operations weighs more there. Week 6 will not beat this number at once: its
-# kernel runs in a simulator first, because it has to be right before it is fast.
+# These plots show one sequence, one number of threads, float32 and a CPU. With 64 sequences at once, the
+# operations are larger, and the sequences share the overhead. A GPU reads memory much faster (the memory of an
+# H200 reaches 4,800 GB/s by its data sheet), so the overhead of a dozen small operations weighs more there.
+# Week 6 will not beat this number at once: its kernel runs in a simulator first, because it has to be right
+# before it is fast.
 #
 # The command line runs the same benchmark, and writes its rows to a file:
 #
@@ -442,9 +450,10 @@ fig
 # ## What you learned
 #
 # 1. **Measure the baseline before the work,** with a benchmark that does not change afterwards.
-# 2. **A new name is not a new speed.** The fused variant computes the same sum, so it takes the same time.
-# 3. **Count the bytes that move.** Two copies make five trips of one. The count shows how much a kernel can
-#    win, before the kernel is written.
+# 2. **A new name is not a new speed.** The fused variant does the same work as the gather, so expect the same
+#    time.
+# 3. **Count the bytes that move.** With two copies, each byte moves five times instead of once. The count
+#    shows how much a kernel can win, before you write the kernel.
 #
 # ## The week in questions
 #
@@ -456,10 +465,10 @@ today.review()
 # %% [markdown]
 # ## Tomorrow
 #
-# The target is frozen, one line calls the kernel's place, and the number to beat is measured. Week 6 writes
-# the kernel. Day 21 begins with the programming model that it uses: a grid of programs, in torch.
+# The target is frozen, the kernel's place is one line, and the number to beat is measured. In Week 6 you write
+# the kernel. Day 21 begins with the programming model of the kernel: a grid of programs, in torch.
 #
-# **In one paragraph.** We timed one layer's attention over scattered blocks, from 16 to 4,096 tokens, after
-# comparing both variants in every bit. The fused variant calls the reference, so it does the same work as
-# the gather. The copies move every byte five times instead of once. A kernel can save them, and the
-# overhead of a dozen small operations.
+# **In one paragraph.** We compared both variants in every bit. Then we timed one layer's attention over
+# scattered blocks, from 16 to 4,096 tokens. The fused variant calls the reference, so it does the same work
+# as the gather. With the copies, every byte moves five times instead of once. A kernel needs neither the
+# copies nor a dozen small operations.

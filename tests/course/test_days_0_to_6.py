@@ -1,11 +1,13 @@
 """Days 0 to 6: second mistakes, and answers from before an exercise was split."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
 from nanoserve import layers
 from nanoserve.course import answers, check, day, store
-from nanoserve.course.exercises import day02, day04, day06, exercises_of
+from nanoserve.course.exercises import day02, day03, day04, day06, exercises_of
 
 OLD = """# Day 4, rope_frequencies: your answer, saved when it passed its check.
 
@@ -61,7 +63,7 @@ def test_dequantize_diagnoses_neighbours_beside_a_subtracted_minimum():
 
     told = messages(exercise_of(day02, "dequantize_q4_1"), dequantize_q4_1)
     assert "16 places apart" in told
-    assert "added, not subtracted" in told
+    assert "minimum is subtracted" in told
 
 
 def test_rms_norm_diagnoses_a_forgotten_weight_eps_and_dtype():
@@ -71,6 +73,39 @@ def test_rms_norm_diagnoses_a_forgotten_weight_eps_and_dtype():
     told = messages(exercise_of(day04, "rms_norm"), rms_norm)
     assert "weight is forgotten" in told
     assert "eps is left out" in told
+
+
+def test_sdpa_with_a_mask_in_the_upper_left_gets_the_hints_about_the_newest_queries():
+    def sdpa(q, k, v, scale=None):
+        k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
+        return torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=scale
+        )
+
+    exercise = exercise_of(day06, "sdpa")
+    row = check.run(exercise, sdpa).diagnosed
+    assert "one query, 2 heads of 12" in row.what
+    assert exercise.ladder(row.kind, row.mistake) == exercise.hints["newest"]
+
+
+def test_merge_step_by_alphabet_is_not_called_the_order_of_the_dictionary():
+    def merge_step(pieces, ranks):
+        best = min((p for p in pairwise(pieces) if p in ranks), default=None)
+        return day03._join(pieces, best)
+
+    told = messages(exercise_of(day03, "merge_step"), merge_step)
+    assert "first in the alphabet" in told
+    assert "dictionary" not in told
+
+
+def test_a_changed_argument_gets_hints_about_copies():
+    def rms_norm(x, weight, eps):
+        x *= torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
+        return x * weight
+
+    exercise = exercise_of(day04, "rms_norm")
+    row = check.run(exercise, rms_norm).diagnosed
+    assert "clone" in exercise.ladder(row.kind, row.mistake)[2]
 
 
 def saved(work, name, text):

@@ -4,6 +4,12 @@ from typing import Any
 
 from nanoserve.course.exercise import Case, Exercise, exact, wrong
 
+IN_PLACE = (
+    "Which line of your function writes into an argument? The caller still needs it unchanged.",
+    "`x += y`, `x[...] = y` and methods with an underscore, such as `x.mul_(y)`, write into x.",
+    "Write `x = x * y` instead, which makes a new tensor, or begin with `x = x.clone()`.",
+)
+
 
 def whole(got: Any, expected: Any) -> str | None:
     """Exact, and an int: for what is counted."""
@@ -23,13 +29,13 @@ def _bits(count, bits):
 
 
 @wrong(
-    "This rounds down, and the last bits get no byte. A byte that is begun counts as a whole one."
+    "This rounds down, and the last bits get no byte. A byte that is used in part counts as one."
 )
 def _floor(count, bits):
     return count * bits // 8
 
 
-@wrong("This rounds to the nearest byte. A byte that is begun counts as a whole one: round up.")
+@wrong("This rounds to the nearest byte. A byte that is used in part counts as one: round up.")
 def _nearest(count, bits):
     return round(count * bits / 8)
 
@@ -54,6 +60,20 @@ def _at_least_one(count, bits):
     return max(1, (count * bits + 7) // 8)
 
 
+@wrong(
+    "Each byte is filled with whole numbers only. The numbers are packed side by side: a number "
+    "may begin in one byte and end in the next.",
+    hints="rounding",
+)
+def _no_number_split(count, bits):
+    return -(-count // max(1, 8 // bits))
+
+
+@wrong("`count // 8` comes first and rounds. Multiply first: count * bits is the number of bits.")
+def _divided_first(count, bits):
+    return count // 8 * bits
+
+
 def _cases() -> list[Case]:
     cases = [
         ("32 numbers of 4 bits", (32, 4), "exact"),
@@ -76,12 +96,15 @@ EXERCISES = (
                 "Divide by 8 with //, which keeps the result whole.",
             ),
             "rounding": (
-                "9 bits do not fit into one byte. How many bytes have been begun?",
+                "9 bits do not fit into one byte. How many bytes do they need?",
                 "// rounds down. What can you add before dividing, so that it rounds up?",
                 "return (count * bits + 7) // 8",
             ),
         },
         solution=bytes_for,
-        wrong=(_bits, _floor, _nearest, _each_rounded, _float, _one_more, _at_least_one),
+        wrong=(
+            _bits, _floor, _nearest, _each_rounded, _float, _one_more, _at_least_one,
+            _no_number_split, _divided_first,
+        ),
     ),
-)
+)  # fmt: skip

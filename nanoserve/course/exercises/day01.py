@@ -42,20 +42,27 @@ def _parts(config: ModelConfig, length: int) -> dict[str, int]:
     }
 
 
-@wrong("Half of the right number: a weight costs a multiplication and an addition, so count 2.")
+@wrong(
+    "Half of the right number: a weight costs 2 operations, a multiplication and an addition.",
+    hints="linear",
+)
 def _one_operation(config, length):
     return work_of_a_token(config, length) // 2
 
 
 @wrong(
     "The head is counted at every position. Only the last one chooses the next token, so the "
-    "vocabulary is multiplied once."
+    "vocabulary is multiplied once.",
+    hints="linear",
 )
 def _head_everywhere(config, length):
     return work_of_a_token(config, length) + (length - 1) * _parts(config, length)["head"]
 
 
-@wrong("k and v are counted as wide as q. They have only n_kv heads: n_kv * head_dim rows each.")
+@wrong(
+    "k and v are counted as wide as q. They have only n_kv heads: n_kv * head_dim rows each.",
+    hints="linear",
+)
 def _all_heads(config, length):
     parts = _parts(config, length)
     extra = parts["k and v"] * config.n_rep - parts["k and v"]
@@ -64,24 +71,34 @@ def _all_heads(config, length):
 
 @wrong(
     "Every query is paired with every key. Query i may look at keys 0 to i only: "
-    "length * (length + 1) / 2 pairs, not length * length."
+    "length * (length + 1) / 2 pairs, not length * length.",
+    hints="pairs",
 )
 def _square(config, length):
     square = 4 * length * length * config.n_q * config.head_dim * config.num_layers
     return work_of_a_token(config, length) - _parts(config, length)["scores"] + square
 
 
-@wrong("Attention has four matrices, q, k, v and o. One as large as q was left out: o.")
+@wrong(
+    "Attention has four matrices, q, k, v and o. o, which is as large as q, was left out.",
+    hints="linear",
+)
 def _no_o(config, length):
     return work_of_a_token(config, length) - _parts(config, length)["q and o"] // 2
 
 
-@wrong("Attention has four matrices, q, k, v and o. Of k and v only one was counted.")
+@wrong(
+    "Attention has four matrices, q, k, v and o. Of k and v only one was counted.",
+    hints="linear",
+)
 def _k_or_v(config, length):
     return work_of_a_token(config, length) - _parts(config, length)["k and v"] // 2
 
 
-@wrong("The MLP has three matrices, gate, up and down. Two were counted.")
+@wrong(
+    "The MLP has three matrices, gate, up and down. Two were counted.",
+    hints="linear",
+)
 def _two_matrices(config, length):
     return work_of_a_token(config, length) - _parts(config, length)["mlp"] // 3
 
@@ -99,7 +116,8 @@ def _only_the_last(config, length):
 
 @wrong(
     "A pair of positions costs two products, the score and the weighted sum of values: "
-    "4 * head_dim operations per head, not 2."
+    "4 * head_dim operations per head, not 2.",
+    hints="pairs",
 )
 def _scores_only(config, length):
     return work_of_a_token(config, length) - _parts(config, length)["scores"] // 2
@@ -107,7 +125,8 @@ def _scores_only(config, length):
 
 @wrong(
     "q and o are counted as hidden_size by hidden_size. They are hidden_size by n_q * head_dim, "
-    "which is another number in many models."
+    "which is another number in many models.",
+    hints="linear",
 )
 def _square_matrices(config, length):
     extra = config.hidden_size - config.n_q * config.head_dim
@@ -116,48 +135,104 @@ def _square_matrices(config, length):
     )
 
 
-@wrong("The pairs of attention are left out: scores and shares cost 4 * head_dim a pair and head.")
+@wrong(
+    "The pairs of attention are left out: scores and shares cost 4 * head_dim per pair and head.",
+    hints="pairs",
+)
 def _no_pairs(config, length):
     return work_of_a_token(config, length) - _parts(config, length)["scores"]
 
 
-@wrong("Pairs are counted for the KV heads only. Every query head has its own: n_q of them.")
+@wrong(
+    "Pairs are counted for the KV heads only. Every query head has its own: n_q of them.",
+    hints="pairs",
+)
 def _kv_pairs(config, length):
     scores = _parts(config, length)["scores"]
     return work_of_a_token(config, length) - scores + scores // config.n_rep
 
 
-@wrong("A position is not paired with itself here. It is: query i looks at i + 1 keys.")
+@wrong(
+    "No position is paired with itself here. Query i looks at i + 1 keys, its own included.",
+    hints="pairs",
+)
 def _no_diagonal(config, length):
     scores = 2 * length * (length - 1) * config.n_q * config.head_dim * config.num_layers
     return work_of_a_token(config, length) - _parts(config, length)["scores"] + scores
 
 
-@wrong("The output head is left out: once, hidden_size by vocab_size.")
+@wrong(
+    "The output head is left out. Count hidden_size by vocab_size, once.",
+    hints="linear",
+)
 def _no_head(config, length):
     return work_of_a_token(config, length) - _parts(config, length)["head"]
 
 
-@wrong("The output head is counted in every block. It stands once, after the last one.")
+@wrong(
+    "The output head is counted in every block. Count it once, after the last block.",
+    hints="linear",
+)
 def _head_in_each_block(config, length):
     head = _parts(config, length)["head"]
     return work_of_a_token(config, length) + (config.num_layers - 1) * head
 
 
-@wrong("One block is counted, and the model has num_layers of them.")
+@wrong(
+    "Only one block is counted. The model has num_layers blocks.",
+    hints="linear",
+)
 def _one_block(config, length):
     return work_of_a_token(replace(config, num_layers=1), length)
 
 
+@wrong(
+    "The embedding is counted as a product. It is a table: looking up a row multiplies nothing. "
+    "Only the output head multiplies by hidden_size x vocab_size."
+)
+def _embedding_too(config, length):
+    return work_of_a_token(config, length) + _parts(config, length)["head"]
+
+
+@wrong("One position too many is counted: the model runs over `length` tokens, not length + 1.")
+def _one_position_more(config, length):
+    return work_of_a_token(config, length + 1)
+
+
+@wrong(
+    "The number is right, but it is a float. A count is an int.",
+    hints=(
+        "Which of your operations makes a float?",
+        "`/` always makes a float, also where nothing is left over. So do 0.5 and 2.0.",
+        "length * (length + 1) is always even, so `length * (length + 1) // 2` is exact.",
+    ),
+)
+def _as_float(config, length):
+    return float(work_of_a_token(config, length))
+
+
+def _sizes(config: ModelConfig, length: int) -> str:
+    """The inputs of a case as the row shows them."""
+    blocks = "1 block" if config.num_layers == 1 else f"{config.num_layers} blocks"
+    return (
+        f"{blocks}, hidden_size {config.hidden_size}, intermediate_size "
+        f"{config.intermediate_size}, n_q {config.n_q}, n_kv {config.n_kv}, head_dim "
+        f"{config.head_dim}, vocab_size {config.vocab_size}, length {length}"
+    )
+
+
 def _cases() -> list[Case]:
     wide = replace(TINY, n_q=4, n_kv=4, num_layers=1, head_dim=6)
+    cases = [
+        ("a tiny model, 1 token", TINY, 1, "linear"),
+        ("a tiny model, 5 tokens", TINY, 5, "pairs"),
+        ("one block, 4 KV heads for 4 query heads, 3 tokens", wide, 3, "linear"),
+        ("SmolLM2, 100 tokens", SMOLLM2, 100, "pairs"),
+    ]
     return [
-        Case("a tiny model, 1 token", (TINY, 1), kind="linear", compare=whole),
-        Case("a tiny model, 5 tokens", (TINY, 5), kind="pairs", compare=whole),
-        Case("one block, 4 KV heads for 4 query heads, 3 tokens", (wide, 3), compare=whole,
-             kind="linear"),
-        Case("SmolLM2, 100 tokens", (SMOLLM2, 100), kind="pairs", compare=whole),
-    ]  # fmt: skip
+        Case(what, (config, n), kind=kind, compare=whole, inputs=_sizes(config, n))
+        for what, config, n, kind in cases
+    ]
 
 
 EXERCISES = (
@@ -187,6 +262,7 @@ EXERCISES = (
             _one_operation, _head_everywhere, _all_heads, _square,
             _no_o, _k_or_v, _two_matrices, _only_the_last, _scores_only, _square_matrices,
             _no_pairs, _kv_pairs, _no_diagonal, _no_head, _head_in_each_block, _one_block,
+            _embedding_too, _one_position_more, _as_float,
         ),
     ),
 )  # fmt: skip

@@ -7,6 +7,7 @@ import re
 import torch
 
 from nanoserve.course.exercise import Case, Exercise, close, wrong
+from nanoserve.course.exercises.day00 import IN_PLACE
 from nanoserve.weights import GGUF_NAMES, hf_name
 
 # hf_name
@@ -32,7 +33,7 @@ def _name_cases() -> list[Case]:
 _NAME_HINTS = {
     "top": (
         "This name has no `blk.` in front: it belongs to no layer.",
-        "Take the name apart at its dots. The last piece is the kind, the one before it the part.",
+        "Take the name apart at its dots. The last piece is the kind; before it stands the part.",
         "`*layer, part, kind = name.split('.')` leaves `layer` empty for such a name.",
     ),
     "layer": (
@@ -47,8 +48,8 @@ _NAME_HINTS = {
         "End the result with `.{kind}`, not with `.weight`.",
     ),
     "unknown": (
-        "What does your function do with a part that the table does not hold?",
-        "A name with an unknown part, or a kind that is neither weight nor bias, comes back whole.",
+        "What does your function return for a part that is not in the table?",
+        "A name with an unknown part, or a kind other than weight and bias, comes back unchanged.",
         "Before anything else: `if part not in GGUF_NAMES or kind not in ('weight', 'bias'): "
         "return gguf_name`.",
     ),
@@ -82,13 +83,13 @@ def _no_model(name):
     return hf_name(name).replace("model.layers.", "layers.")
 
 
-@wrong("A part that is not in the table should not raise: give the name back unchanged.")
+@wrong("A part that is not in the table raises an error here: return the name unchanged.")
 def _raises_on_unknown(name):
     layer, part, kind = _split_name(name)
     return f"{'' if layer is None else f'model.layers.{layer}.'}{GGUF_NAMES[part]}.{kind}"
 
 
-@wrong("An unknown part is translated by half: its `blk.2` turned into `model.layers.2`.")
+@wrong("A name with an unknown part is half translated: `blk.2` became `model.layers.2`.")
 def _half_translated(name):
     layer, part, kind = _split_name(name)
     ours = GGUF_NAMES.get(part, part)
@@ -112,12 +113,12 @@ def _none_for_unknown(name):
     return None if ours == name else ours
 
 
-@wrong("GGUF counts layers from 0, as Hugging Face does: nothing has to be added to the number.")
+@wrong("The number of the layer is 1 too large. GGUF and Hugging Face both count from 0.")
 def _one_more(name):
     return re.sub(r"layers\.(\d+)", lambda m: f"layers.{int(m[1]) + 1}", hf_name(name))
 
 
-@wrong("A kind other than weight or bias is no tensor that we know: give the name back unchanged.")
+@wrong("This kind is neither weight nor bias: return the name unchanged.")
 def _any_kind(name):
     layer, part, kind = _split_name(name)
     if part not in GGUF_NAMES:
@@ -130,6 +131,23 @@ def _always_a_layer(name):
     ours = hf_name(name)
     known = ours != name and not ours.startswith("model.layers.")
     return f"model.layers.0.{ours}" if known else ours
+
+
+@wrong("`blk.` is GGUF's word. In the Hugging Face names a layer stands under `model.layers.`.")
+def _keeps_blk(name):
+    return hf_name(name).replace("model.layers.", "blk.") if name != hf_name(name) else name
+
+
+@wrong("`model.` is put in front here. Without a layer, the name in the table is complete.")
+def _model_twice(name):
+    ours = hf_name(name)
+    return ours if ours == name or ours.startswith("model.layers.") else f"model.{ours}"
+
+
+@wrong("An unknown name becomes an empty text, and its tensor would be lost: return it unchanged.")
+def _empty_for_unknown(name):
+    ours = hf_name(name)
+    return "" if ours == name else ours
 
 
 HF_NAME = Exercise(
@@ -149,6 +167,9 @@ HF_NAME = Exercise(
         _one_more,
         _any_kind,
         _always_a_layer,
+        _keeps_blk,
+        _model_twice,
+        _empty_for_unknown,
     ),
 )
 
@@ -179,10 +200,16 @@ def _block_cases() -> list[Case]:
 
 
 _BLOCK_HINTS = {
+    "dtype": (
+        "In which dtype does your function multiply and add, and which dtype does it return?",
+        "The file has the scale and the minimum in float16. The product, the sum and the result "
+        "are float32.",
+        "Turn the two numbers into float32 first: `.view(torch.float16).float()`.",
+    ),
     "order": (
         "A byte holds two numbers of 4 bits. Which of the 32 places does each take?",
         "Byte i holds value i in its low four bits and value i + 16 in its high four.",
-        "`torch.cat([packed & 0xF, packed >> 4], dim=1)` puts all low nibbles first.",
+        "`torch.cat([packed & 0xF, packed >> 4], dim=1)` puts all low four bits first.",
     ),
     "value": (
         "Take one byte by hand: which number is in its low four bits, and what does the formula "
@@ -199,19 +226,19 @@ def _parts(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
     return scale, minimum, torch.cat([packed & 0xF, packed >> 4], dim=1)
 
 
-@wrong("The two numbers of a byte stand 16 places apart, not side by side.")
+@wrong("The two numbers of a byte stand 16 places apart, not side by side.", hints="order")
 def _interleaved(blocks):
     scale, minimum, numbers = _parts(blocks)
     return scale * numbers.unflatten(1, (2, 16)).transpose(1, 2).flatten(1) + minimum
 
 
-@wrong("The high nibbles come first here: the low four bits are values 0 to 15.")
+@wrong("The high four bits come first here. The low four bits are values 0 to 15.", hints="order")
 def _high_first(blocks):
     scale, minimum, numbers = _parts(blocks)
     return scale * numbers.roll(16, dims=1) + minimum
 
 
-@wrong("Subtracting 8 belongs to Q4_0, which has no minimum: here the numbers count from it.")
+@wrong("Subtracting 8 belongs to Q4_0, which has no minimum. Q4_1 uses the numbers as they are.")
 def _centred(blocks):
     scale, minimum, numbers = _parts(blocks)
     return scale * (numbers.float() - 8) + minimum
@@ -223,32 +250,38 @@ def _swapped(blocks):
     return minimum * numbers + scale
 
 
-@wrong("The minimum is added, not subtracted: it is negative already where it has to be.")
+@wrong("The minimum is subtracted. Add it: it is already negative where it has to be.")
 def _subtracted(blocks):
     scale, minimum, numbers = _parts(blocks)
     return scale * numbers - minimum
 
 
-@wrong("The scale multiplies the number only; the minimum is added after that.")
+@wrong("The minimum is multiplied by the scale too. The scale multiplies only the number.")
 def _scaled_minimum(blocks):
     scale, minimum, numbers = _parts(blocks)
     return scale * (numbers + minimum)
 
 
-@wrong("The high nibbles are 16 times too large: shift them down (`packed >> 4`).")
+@wrong("The high four bits are 16 times too large: shift them down (`packed >> 4`).")
 def _not_shifted(blocks):
     scale, minimum, _ = _parts(blocks)
     packed = blocks[:, 4:]
     return scale * torch.cat([packed & 0xF, packed & 0xF0], dim=1) + minimum
 
 
-@wrong("The values stay in float16, which rounds them again: go to float32 before you multiply.")
+@wrong(
+    "The values stay in float16, which rounds them again: go to float32 before you multiply.",
+    hints="dtype",
+)
 def _half_precision(blocks):
     scale, minimum, numbers = _parts(blocks)
     return scale.half() * numbers + minimum.half()
 
 
-@wrong("The sum is made in float16 and widened after that: go to float32 before you multiply.")
+@wrong(
+    "The sum is made in float16 and widened after that: go to float32 before you multiply.",
+    hints="dtype",
+)
 def _widened_late(blocks):
     scale, minimum, numbers = _parts(blocks)
     return (scale.half() * numbers + minimum.half()).float()
@@ -268,6 +301,25 @@ def _big_endian(blocks):
     return scale * numbers + minimum
 
 
+@wrong("The values are float64. The result is float32.", hints="dtype")
+def _double(blocks):
+    scale, minimum, numbers = _parts(blocks)
+    return scale.double() * numbers + minimum.double()
+
+
+@wrong(
+    "Scale and minimum have lost their second dimension, so they do not fit the rows of numbers.",
+    hints=(
+        "Which shapes do your scale and your numbers have? They must broadcast.",
+        "The numbers are [n, 32]. The scale must be [n, 1], so that each row has its own.",
+        "`head[:, :1]` keeps the dimension, and `head[:, 0]` drops it.",
+    ),
+)
+def _dropped_dimension(blocks):
+    scale, minimum, numbers = _parts(blocks)
+    return scale[:, 0] * numbers + minimum[:, 0]
+
+
 DEQUANTIZE = Exercise(
     "dequantize_q4_1",
     _block_cases,
@@ -285,6 +337,8 @@ DEQUANTIZE = Exercise(
         _widened_late,
         _as_bfloat16,
         _big_endian,
+        _double,
+        _dropped_dimension,
     ),
 )
 
@@ -361,9 +415,7 @@ def _in_pieces(weight, n_heads):
     return weight.unflatten(0, (n_heads, -1, 2)).transpose(1, 2)
 
 
-@wrong(
-    "The second rows of the pairs come first here: the even rows of the file are the first half."
-)
+@wrong("The second row of each pair comes first here. The even rows must be the first half.")
 def _odd_first(weight, n_heads):
     return weight.unflatten(0, (n_heads, -1, 2)).flip(2).transpose(1, 2).flatten(0, 2)
 
@@ -379,10 +431,16 @@ def _needs_columns(weight, n_heads):
     return pairs.transpose(1, 2).reshape(weight.shape)
 
 
-@wrong("Six heads are taken for k as well, which has fewer (GQA): use n_heads as it is handed in.")
+@wrong("k is cut into 6 heads too, but it has fewer (GQA): use the argument n_heads.")
 def _heads_of_q(weight, n_heads):
     heads = 6 if weight.dim() == 2 and n_heads > 1 else n_heads
     return weight.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+
+
+@wrong("The rows are right, but they were written into the argument.", hints=IN_PLACE)
+def _in_place(weight, n_heads):
+    weight[:] = weight.unflatten(0, (n_heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+    return weight
 
 
 UNPERMUTE = Exercise(
@@ -400,6 +458,7 @@ UNPERMUTE = Exercise(
         _heads_as_pairs,
         _needs_columns,
         _heads_of_q,
+        _in_place,
     ),
 )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
 
@@ -19,12 +20,13 @@ _LATE = 1_500  # the last of many rules, as in a real list
 
 def _merge_cases() -> list[Case]:
     many = _RANKS | {("x", str(i)): i for i in range(5, _LATE)} | {("q", "u"): _LATE}
-    return [
+    cases = [
         Case("h e l l o: two pairs are known", (list("hello"), _RANKS), kind="lowest"),
         Case("he ll o: a pair of longer pieces", (["he", "ll", "o"], _RANKS), kind="lowest"),
         Case("h o w: the pair stands last", (list("how"), _RANKS), kind="lowest"),
         Case("o w l l: a worse pair comes first", (list("owll"), _RANKS), kind="lowest"),
         Case("l l o w: the best pair comes first", (list("llow"), _RANKS), kind="lowest"),
+        Case("a a h e: neither alphabet nor place counts", (list("aahe"), _RANKS), kind="lowest"),
         Case(f"a q u a: the known pair has rank {_LATE:,}", (list("aqua"), many), kind="lowest"),
         Case("h e - h e: a pair that stands twice", (list("he-he"), _RANKS), kind="places"),
         Case(
@@ -35,6 +37,15 @@ def _merge_cases() -> list[Case]:
         Case("z e n: no pair is known", (list("zen"), _RANKS), kind="none"),
         Case("one piece alone", (["o"], _RANKS), kind="none"),
     ]
+    return [replace(case, inputs=f"ranks: {_shown(case.args[1])}") for case in cases]
+
+
+def _shown(ranks: dict[tuple[str, str], int]) -> str:
+    """The ranks as a row shows them: the lowest five, then how many more."""
+    known = sorted(ranks.items(), key=lambda item: item[1])
+    shown = ", ".join(f"{' '.join(pair)} = {rank}" for pair, rank in known[:5])
+    more = len(known) - 5
+    return shown + (f" and {more:,} more" if more > 0 else "")
 
 
 def _pairs(pieces: list[str]) -> list[tuple[str, str]]:
@@ -72,6 +83,48 @@ def _dictionary_order(pieces, ranks):
     return _join(pieces, next((pair for pair in ranks if pair in _pairs(pieces)), None))
 
 
+@wrong(
+    "It takes the pair that is first in the alphabet: `min(known)` compares the texts. Compare the "
+    "ranks: `min(known, key=ranks.get)`."
+)
+def _alphabetical(pieces, ranks):
+    return _join(pieces, min((p for p in _pairs(pieces) if p in ranks), default=None))
+
+
+@wrong(
+    "Every known pair is joined. One step joins only the pair of lowest rank, wherever it stands."
+)
+def _every_pair(pieces, ranks):
+    joined, i = [], 0
+    while i < len(pieces):
+        width = 2 if tuple(pieces[i : i + 2]) in ranks else 1
+        joined.append("".join(pieces[i : i + width]))
+        i += width
+    return joined
+
+
+@wrong(
+    "The last piece has no right neighbour, and `pieces[i + 1]` does not exist there.",
+    hints=(
+        "Which index does your loop read when it stands on the last piece?",
+        "Look at a pair only where there are two pieces: `i + 1 < len(pieces)`.",
+        "Or compare `tuple(pieces[i : i + 2])` with the pair: a slice at the end is shorter, "
+        "and raises nothing.",
+    ),
+)
+def _past_the_end(pieces, ranks):
+    known = [pair for pair in _pairs(pieces) if pair in ranks]
+    best, joined, i = min(known, key=ranks.get, default=None), [], 0
+    while i < len(pieces):
+        if (pieces[i], pieces[i + 1]) == best:
+            joined.append(pieces[i] + pieces[i + 1])
+            i += 2
+        else:
+            joined.append(pieces[i])
+            i += 1
+    return joined
+
+
 @wrong("It takes the highest rank. Rank 0 was learned first and goes first: take the lowest.")
 def _highest(pieces, ranks):
     known = [pair for pair in _pairs(pieces) if pair in ranks]
@@ -100,13 +153,13 @@ def _overlapping(pieces, ranks):
     return joined
 
 
-@wrong("A pair that is in no rule gets joined. Only pairs that are keys of `ranks` may be.")
+@wrong("A pair that is not in `ranks` is joined. Join only pairs that are keys of `ranks`.")
 def _unknown_too(pieces, ranks):
     return _join(pieces, min(_pairs(pieces), key=lambda pair: ranks.get(pair, -1), default=None))
 
 
 @wrong(
-    "A pair that is in no rule counts as rank 999 here. A real list has ranks beyond that: leave "
+    "A pair that is not in `ranks` counts as rank 999 here. A real list has larger ranks: leave "
     "unknown pairs out, or give them float('inf')."
 )
 def _small_default(pieces, ranks):
@@ -124,7 +177,7 @@ def _by_text(pieces, ranks):
     return " ".join(pieces).replace(" ".join(best), "".join(best)).split(" ")
 
 
-@wrong("Where no pair is known there is no least rank: give the pieces back as they are.")
+@wrong("Where no pair is known there is no lowest rank: return the pieces as they are.")
 def _no_default(pieces, ranks):
     return _join(pieces, min((p for p in _pairs(pieces) if p in ranks), key=ranks.get))
 
@@ -144,7 +197,14 @@ def _last_lost(pieces, ranks):
     return joined if best == tuple(pieces[-2:]) else joined[:-1]
 
 
-@wrong("It changes the list it was given: build a new list and return that.")
+@wrong(
+    "It changes the list it was given: build a new list and return that.",
+    hints=(
+        "Which line of your function writes into `pieces`?",
+        "`pieces[i] = ...`, `del pieces[i]`, `pieces.pop(i)` and `pieces[:] = ...` all do.",
+        "Begin with `joined = []`, append to it, and return it.",
+    ),
+)
 def _in_place(pieces, ranks):
     pieces[:] = _merge_step(pieces, ranks)
     return pieces
@@ -157,14 +217,14 @@ MERGE_STEP = Exercise(
     hints={
         "lowest": (
             "List the neighbours first: `zip(pieces, pieces[1:])` gives every pair.",
-            "Of the pairs that are in `ranks`, choose the one with the least rank: "
+            "Of the pairs that are in `ranks`, choose the one with the lowest rank: "
             "`min(known, key=ranks.get)`. Where it stands in the word does not matter.",
             "Walk with an index: if `pieces[i]` and `pieces[i + 1]` are the chosen pair, append "
             "their sum and go on at `i + 2`; else append `pieces[i]` and go on at `i + 1`.",
         ),
         "places": (
             "Choose the pair once, then walk the whole word and join it wherever it stands.",
-            "After a join the next piece to look at is the one behind the pair: `i += 2`.",
+            "After a join, the next piece is the piece behind the pair: `i += 2`.",
             "`while i < len(pieces):` with `i += 2` after a join and `i += 1` otherwise. For "
             "a a a the first two are joined, and the third has no partner left.",
         ),
@@ -187,6 +247,9 @@ MERGE_STEP = Exercise(
         _to_the_end,
         _last_lost,
         _in_place,
+        _alphabetical,
+        _every_pair,
+        _past_the_end,
     ),
 )
 
@@ -214,7 +277,7 @@ class TinyTokenizer:
 
 
 def _stream(answer, tokens, ids=None, prompt=0, special=()):
-    """What a detokeniser class says to each id after the first `prompt`, and at the end."""
+    """The pieces that a detokeniser class returns after the first `prompt` ids, and at the end."""
     ids = range(len(tokens)) if ids is None else ids
     stream = answer(TinyTokenizer(tokens, special), list(ids[:prompt]))
     return [*(stream.add(i) for i in ids[prompt:]), stream.finish()]
@@ -253,6 +316,14 @@ def _stream_cases() -> list[Case]:
         ),
         case("id 9 of 2 tokens", [b"one", b"two"], "special", ids=[0, 9, 1]),
         case("id 2 of 2 tokens, which are 0 and 1", [b"one", b"two"], "special", ids=[0, 2, 1]),
+        case(
+            "the prompt: half a character, a special token",
+            [b" \xe2", b"<|s|>", b"\x98", b"\x95"],
+            "prompt",
+            prompt=2,
+            special=(1,),
+        ),
+        case("id 9 of 2 tokens, in the prompt", [b"a", b"b"], "prompt", ids=[0, 9, 1], prompt=2),
         case(
             "a special token in the prompt",
             [b"<|s|>", b"\xe2", b"\x98\x95"],
@@ -313,8 +384,8 @@ class _Difference(_Right):
 
 
 @wrong(
-    "It waits as long as the text ends in �. That mark can also be final: for bytes that are no "
-    "text, or where the text itself has it."
+    "It holds the text back as long as it ends in �. That mark can also be final: for bytes that "
+    "are no text, or where the text itself contains �."
 )
 class _UntilNoMark(_Right):
     def add(self, token_id):
@@ -370,7 +441,7 @@ class _HeldForEver(_Holding):
         return ""
 
 
-@wrong("finish() gives nothing: bytes still held at the end are lost. One mark � says so.")
+@wrong("finish() gives nothing: bytes still held at the end are lost. Return one mark � for them.")
 class _NoFinish(_Right):
     def finish(self):
         return ""
@@ -383,7 +454,8 @@ class _MarkPerByte(_Right):
 
 
 @wrong(
-    "It waits for a space. Complete characters are shown at once, and some scripts have no spaces."
+    "It holds text back until a space comes. Show complete characters at once: some scripts have "
+    "no spaces."
 )
 class _UntilSpace(_Right):
     def add(self, token_id):
@@ -414,7 +486,17 @@ class _NoPrompt(_Right):
         super().__init__(tokenizer)
 
 
-@wrong("The prompt's text is shown again. Feed the prompt's ids in, but drop what they show.")
+@wrong(
+    "The bytes of all ids of the prompt are used. A special token, and an id of vocab_size or "
+    "more, have no text in the prompt either."
+)
+class _PromptUnchecked(_Right):
+    def __init__(self, tokenizer, prompt_ids=()):
+        super().__init__(tokenizer)
+        self.decoder.decode(b"".join(map(tokenizer.token_bytes, prompt_ids)))
+
+
+@wrong("The prompt's text is shown again. Process the prompt's ids, but drop their text.")
 class _PromptShown(_Right):
     def __init__(self, tokenizer, prompt_ids=()):
         super().__init__(tokenizer)
@@ -425,14 +507,14 @@ class _PromptShown(_Right):
         return piece
 
 
-@wrong("A special token is shown as text. It marks structure: it gives an empty piece.")
+@wrong("A special token is shown as text. Return an empty piece for it.")
 class _SpecialShown(_Right):
     def bytes_of(self, token_id):
         outside = token_id >= self.tokenizer.vocab_size
         return b"" if outside else self.tokenizer.token_bytes(token_id)
 
 
-@wrong("A special token gives an empty piece. Bytes held before it stay held for the next tokens.")
+@wrong("The special token shows the held bytes here. Leave them held for the next tokens.")
 class _SpecialFlushes(_Right):
     def add(self, token_id):
         if token_id < self.tokenizer.vocab_size and self.tokenizer.is_special(token_id):
@@ -453,8 +535,8 @@ _NEEDS = ((0xF0, 4), (0xE0, 3), (0xC0, 2))  # the first byte of a character says
 
 
 @wrong(
-    "It counts the bytes that the first one announces, and waits for them whatever comes. A byte "
-    "that cannot continue the character ends the wait: show � at once."
+    "It holds as many bytes as the first byte announces, whatever these bytes are. When a byte "
+    "cannot continue the character, show � at once."
 )
 class _Counts(_Holding):
     def add(self, token_id):
@@ -469,7 +551,7 @@ class _Counts(_Holding):
         return text
 
 
-@wrong("An id past the tokenizer's vocabulary gives an empty piece: compare it with vocab_size.")
+@wrong("An id of vocab_size or more raises here. Return an empty piece for it.")
 class _PaddedRaises(_Right):
     def bytes_of(self, token_id):
         special = self.tokenizer.is_special(token_id)
@@ -513,10 +595,10 @@ DETOKENIZER = Exercise(
             "In `__init__`: `for token_id in prompt_ids: self.add(token_id)`.",
         ),
         "special": (
-            "Which ids stand for no text at all?",
+            "Which ids have no text?",
             "Two kinds: `tokenizer.is_special(token_id)`, and ids of `vocab_size` or more, which "
             "`token_bytes` refuses.",
-            "Ask for both first in `add`, the vocabulary before the special ones, and return '' "
+            "Check both first in `add`, the vocabulary before the special tokens, and return '' "
             "without touching the bytes that are held.",
         ),
     },
@@ -533,6 +615,7 @@ DETOKENIZER = Exercise(
         _OneLate,
         _NoPrompt,
         _PromptShown,
+        _PromptUnchecked,
         _SpecialShown,
         _SpecialFlushes,
         _OnePast,

@@ -8,6 +8,7 @@ import torch
 from nanoserve.config import Llama3Scaling
 from nanoserve.course import widgets
 from nanoserve.course.exercise import Case, Exercise, close, wrong
+from nanoserve.course.exercises.day00 import IN_PLACE
 from nanoserve.course.exercises.day01 import SMOLLM2
 from nanoserve.course.plots import COLOURS, figure, label_line
 from nanoserve.layers import plain_frequencies, rms_norm, rope_frequencies, rotate_half
@@ -97,18 +98,18 @@ def _deviation(x, weight, eps):
     return (h / (h.var(-1, keepdim=True, correction=0) + eps).sqrt()).to(x.dtype) * weight
 
 
-@wrong("The weight is added. Number i is multiplied by weight[i], as the last step.")
+@wrong("The weight is added. As the last step, multiply number i by weight[i].")
 def _weight_added(x, weight, eps):
     return rms_norm(x, torch.ones_like(weight), eps) + weight
 
 
-@wrong("The vector is multiplied by its root mean square. It is divided by it: rsqrt, not sqrt.")
+@wrong("The vector is multiplied by its root mean square. Divide by it: rsqrt, not sqrt.")
 def _multiplied_by(x, weight, eps):
     h = x.float()
     return (h * (h.square().mean(-1, keepdim=True) + eps).sqrt()).to(x.dtype) * weight
 
 
-@wrong("The squares are summed. The M of RMS is the mean: divide the sum by their number.")
+@wrong("The squares are summed. RMS needs their mean: divide the sum by the number of squares.")
 def _sum(x, weight, eps):
     return _scaled(x.float(), weight, eps, x.float().square().sum(-1, keepdim=True)).to(x.dtype)
 
@@ -126,7 +127,7 @@ def _over_tokens(x, weight, eps):
     return _scaled(x.float(), weight, eps, mean).to(x.dtype)
 
 
-@wrong("The weight is forgotten: after the division, number i is multiplied by weight[i].")
+@wrong("The weight is forgotten: after the division, multiply number i by weight[i].")
 def _no_weight(x, weight, eps):
     return rms_norm(x, torch.ones_like(weight), eps)
 
@@ -136,7 +137,7 @@ def _one_plus(x, weight, eps):
     return rms_norm(x, 1 + weight, eps)
 
 
-@wrong("eps is added after the root. It belongs under it, beside the mean of the squares.")
+@wrong("eps is added after the root. Add it under the root, to the mean of the squares.")
 def _eps_outside(x, weight, eps):
     h = x.float()
     return (h / (h.square().mean(-1, keepdim=True).sqrt() + eps)).to(x.dtype) * weight
@@ -152,9 +153,24 @@ def _in_half(x, weight, eps):
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
 
 
-@wrong("The result stays in float32. For float16 in, float16 must come out.")
+@wrong("The result stays in float32. Return it in the dtype of x.")
 def _stays_wide(x, weight, eps):
     return rms_norm(x.float(), weight.float(), eps)
+
+
+@wrong("The result is right, but x was changed on the way.", hints=IN_PLACE)
+def _in_place_norm(x, weight, eps):
+    x.copy_(rms_norm(x, torch.ones_like(weight), eps))
+    return x * weight
+
+
+@wrong(
+    "The mean has lost its last axis, so it does not fit the vectors: keep the axis, with size 1.",
+    hints="axis",
+)
+def _no_keepdim(x, weight, eps):
+    h = x.float()
+    return (h * torch.rsqrt(h.square().mean(-1) + eps)).to(x.dtype) * weight
 
 
 RMS_NORM = Exercise(
@@ -165,6 +181,7 @@ RMS_NORM = Exercise(
     wrong=(
         _layer_norm, _no_root, _sum, _over_all, _over_tokens, _no_weight, _one_plus,
         _eps_outside, _no_eps, _in_half, _stays_wide, _deviation, _weight_added, _multiplied_by,
+        _in_place_norm, _no_keepdim,
     ),
 )  # fmt: skip
 
@@ -174,10 +191,10 @@ RMS_NORM = Exercise(
 def _turn_cases() -> list[Case]:
     random = torch.Generator().manual_seed(4)
     return [
-        Case("the numbers 1 to 8", (torch.arange(1.0, 9.0),), kind="pair"),
+        Case("the numbers 1 to 6", (torch.arange(1.0, 7.0),), kind="pair"),
         Case("6 heads, 5 tokens, dim 8", (torch.randn(6, 5, 8, generator=random),), kind="axis"),
         Case("batch 2, dim 14", (torch.randn(2, 6, 5, 14, generator=random),), kind="axis"),
-        Case("dim 2: one pair", (torch.tensor([[1.0, 0.0], [0.0, 1.0]]),), kind="pair"),
+        Case("dim 2: one pair", (torch.tensor([[1.0, 2.0], [3.0, 4.0]]),), kind="pair"),
     ]
 
 
@@ -240,6 +257,24 @@ def _first_axis(x):
     return torch.cat([-second, first], dim=0)
 
 
+@wrong("The result is right, but it was written into x.", hints=IN_PLACE)
+def _in_place_turn(x):
+    x.copy_(rotate_half(x))
+    return x
+
+
+@wrong(
+    "The first half was overwritten before it was read: a slice is a view, and no copy.",
+    hints=IN_PLACE,
+)
+def _overwritten(x):
+    half = x.shape[-1] // 2
+    first = x[..., :half]
+    x[..., :half] = -x[..., half:]
+    x[..., half:] = first
+    return x
+
+
 ROTATE_HALF = Exercise(
     "rotate_half",
     _turn_cases,
@@ -247,7 +282,7 @@ ROTATE_HALF = Exercise(
     "nanoserve.layers:rotate_half",
     wrong=(
         _neighbours, _clockwise, _mirror, _not_moved, _half_turn, _both_negated, _reversed,
-        _first_axis,
+        _first_axis, _in_place_turn, _overwritten,
     ),
 )  # fmt: skip
 
@@ -270,7 +305,22 @@ SHORT = replace(
 
 def _frequency_cases(*cases) -> list[Case]:
     agree = close(atol=1e-12, rtol=1e-5)
-    return [Case(what, (config,), kind=kind, compare=agree) for what, config, kind in cases]
+    return [
+        Case(what, (config,), kind=kind, compare=agree, inputs=_fields(config))
+        for what, config, kind in cases
+    ]
+
+
+def _fields(config) -> str:
+    """The fields of a config that the frequencies depend on, as a row shows them."""
+    shown, scaling = f"head_dim {config.head_dim}, rope_theta {config.rope_theta:,.0f}", ""
+    if config.rope_scaling is not None:
+        s = config.rope_scaling
+        scaling = (
+            f"factor {s.factor:g}, low_freq_factor {s.low_freq_factor:g}, high_freq_factor "
+            f"{s.high_freq_factor:g}, original_context {s.original_context:,}"
+        )
+    return f"{shown}, rope_scaling: {scaling or 'None'}"
 
 
 def _plain_cases() -> list[Case]:
@@ -292,19 +342,19 @@ def _scaled_cases() -> list[Case]:
 
 _PLAIN_HINTS = {
     "plain": (
-        "Pair 0 turns by 1 radian per token, and the last pair by a little more than 1 / theta. "
-        "Which exponents do that?",
+        "With head_dim 8 and theta 10,000 the four pairs turn by 1, 0.1, 0.01 and 0.001 radians "
+        "per token. Which exponents do that?",
         "Pair i has theta ** (-2i / head_dim), for i from 0 to head_dim / 2 - 1.",
         "`exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim`, "
         "then `1.0 / config.rope_theta**exponents`.",
     ),
     "width": (
-        "How many pairs has a head here? The check's config says head_dim = 14.",
+        "How many pairs does a head have here? The config of this case has head_dim = 14.",
         "head_dim is a field of the config: it need not be hidden_size / n_q, which is 8 here.",
         "Use `config.head_dim` in both places: where the pairs are counted and in the exponent.",
     ),
     "unscaled": (
-        "Two fields of the config are enough here. Does your function look at a third one?",
+        "Two fields of the config are enough. Does your function use a third?",
         "rope_scaling is for the next function. This one uses head_dim and rope_theta alone.",
         "Leave `config.rope_scaling` out: theta ** (-2i / head_dim) is all.",
     ),
@@ -327,30 +377,30 @@ _SCALED_HINTS = {
 }
 
 
-@wrong("The exponent lacks its 2: pair i has theta ** (-2i / head_dim).")
+@wrong("The exponent lacks its 2: pair i needs theta ** (-2i / head_dim).")
 def _no_two(config):
     return config.rope_theta ** (-torch.arange(config.head_dim // 2) / config.head_dim)
 
 
-@wrong("The exponent lacks its minus sign: later pairs turn more slowly, not faster.")
+@wrong("The exponent lacks its minus sign: later pairs must turn more slowly, not faster.")
 def _no_minus(config):
     return 1 / plain_frequencies(config)
 
 
 @wrong(
-    "The width of a head is taken as hidden_size / n_q. The config says head_dim, and may mean "
+    "The width of a head is taken as hidden_size / n_q. Use config.head_dim, which can be "
     "another number."
 )
 def _derived_head(config):
     return plain_frequencies(replace(config, head_dim=config.hidden_size // config.n_q))
 
 
-@wrong("There is a frequency for every number here; each pair has one: head_dim / 2 of them.")
+@wrong("There is a frequency for every number. Each pair has one: head_dim / 2 frequencies.")
 def _twice(config):
     return torch.cat([plain_frequencies(config)] * 2)
 
 
-@wrong("These are the wavelengths, tokens per full turn. Wanted are radians per token.")
+@wrong("These are the wavelengths, in tokens per full turn. Return radians per token.")
 def _wavelengths(config):
     return 2 * math.pi / plain_frequencies(config)
 
@@ -361,12 +411,12 @@ def _from_one(config):
     return config.rope_theta**-exponents
 
 
-@wrong("theta is written in as 10,000. It is a field of the config, rope_theta, and differs.")
+@wrong("theta is always 10,000 here. Use config.rope_theta, which differs from model to model.")
 def _fixed_theta(config):
     return plain_frequencies(replace(config, rope_theta=10_000.0))
 
 
-@wrong("rope_scaling is applied already. Here the frequencies are plain; scaling comes after them.")
+@wrong("rope_scaling is applied already. These are the plain frequencies: leave scaling out.")
 def _scaled_already(config):
     return rope_frequencies(config)
 
@@ -405,19 +455,19 @@ def _unscaled(config):
     return plain_frequencies(config)
 
 
-@wrong("A config without scaling has rope_scaling None: return the plain frequencies then.")
+@wrong("Without scaling, config.rope_scaling is None: return the plain frequencies then.")
 def _needs_scaling(config):
     plain = plain_frequencies(config)
     return _blended(config, _keep(config, plain), plain)
 
 
-@wrong("Every frequency is divided by the factor, the fast ones too. They should be kept.")
+@wrong("Every frequency is divided by the factor. Keep the fast frequencies as they are.")
 def _all_slowed(config):
     scaling = config.rope_scaling
     return plain_frequencies(config) / (scaling.factor if scaling else 1.0)
 
 
-@wrong("The two ends have changed places: fast pairs are kept, and slow ones slowed.")
+@wrong("The two ends are swapped: here the fast pairs are slowed and the slow pairs kept.")
 def _ends_swapped(config):
     plain = plain_frequencies(config)
     if config.rope_scaling is None:
@@ -425,7 +475,7 @@ def _ends_swapped(config):
     return _blended(config, 1 - _keep(config, plain), plain)
 
 
-@wrong("The middle is missing: pairs between `low` and `high` turns get a blend of both.")
+@wrong("The middle is missing: pairs between `low` and `high` turns need a blend of both.")
 def _no_blend(config):
     plain = plain_frequencies(config)
     if config.rope_scaling is None:
@@ -461,8 +511,8 @@ def _no_circle(config):
 
 
 @wrong(
-    "Turns are counted over the new context. original_context, what the model was trained on "
-    "first, decides."
+    "Turns are counted within the new context. Count them within original_context, the context of "
+    "the first training."
 )
 def _new_context(config):
     if config.rope_scaling is None:
@@ -471,7 +521,7 @@ def _new_context(config):
     return rope_frequencies(replace(config, rope_scaling=scaling))
 
 
-@wrong("The wavelengths are blended. The blend is between the two frequencies.")
+@wrong("The wavelengths are blended. Blend the two frequencies.")
 def _blended_waves(config):
     plain = plain_frequencies(config)
     if config.rope_scaling is None:
@@ -529,8 +579,9 @@ WIDGETS = {
 REVIEW = (
     (
         "You have no oracle, and your engine writes good English. What do you know?",
-        "Nearly nothing. A rotation the wrong way, q and k in another order, or another activation "
-        "all write English. Only a comparison with something independent shows it (Day 1).",
+        "Nearly nothing. With a rotation the wrong way, q and k in another order, or another "
+        "activation, a model still writes English. Only a comparison with something independent "
+        "shows the mistake (Day 1).",
     ),
     (
         "Without a cache, why does a token after 512 tokens cost so much more than one after 32?",
@@ -544,13 +595,13 @@ REVIEW = (
         "positions there are (Day 1).",
     ),
     (
-        "Two of a checkpoint's weights need their rows put back in order. Which, and why did "
-        "nothing complain when it was forgotten?",
+        "Two of a GGUF file's weights need their rows put back in order. Which, and why is there "
+        "no error when this is forgotten?",
         "q and k: GGUF stores the rows of a RoPE pair side by side. Name and shape stay right, so "
         "every product still works; only a comparison of the values shows it (Days 2 and 4).",
     ),
     (
-        "Why does a streaming detokeniser sometimes say nothing after a token?",
+        "Why does a streaming detokeniser sometimes return no text for a token?",
         "A token is a run of bytes, and a character may need bytes of several tokens. Half a "
         "character is held back until the rest comes (Day 3).",
     ),

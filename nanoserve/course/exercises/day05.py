@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from nanoserve.course.exercise import Case, Exercise, close, wrong
+from nanoserve.course.exercises.day00 import IN_PLACE
 from nanoserve.layers import swiglu
 
 
@@ -43,7 +44,7 @@ def _cases() -> list[Case]:
 
 _HINTS = {
     "curve": (
-        "What becomes of 1, -2 and 0? silu(z) = z * sigmoid(z).",
+        "What does your gate make of 1, -2 and 0? silu(z) = z * sigmoid(z).",
         "silu makes 0.7311 of 1, -0.2384 of -2 and 0 of 0. Only gate x goes through it.",
         "`F.silu(F.linear(x, gate))`, or `z * torch.sigmoid(z)` with z = F.linear(x, gate).",
     ),
@@ -65,14 +66,14 @@ _HINTS = {
         "Leave out `.float()` and constants of another dtype.",
     ),
     "turned": (
-        "Here every matrix is square, so a transpose too many or too few raises nothing.",
+        "Here every matrix is square, so a transposed weight raises no error.",
         "All three weights are [out, in], down as well.",
         "Use F.linear for all three, and no `.T` anywhere.",
     ),
 }
 
 
-@wrong("Gate and up are swapped: silu is applied to gate x, and up x stays as it is.")
+@wrong("Gate and up are swapped. Apply silu to gate x, and leave up x as it is.")
 def _swapped(x, gate, up, down):
     return swiglu(x, up, gate, down)
 
@@ -102,7 +103,7 @@ def _silu_of_product(x, gate, up, down):
     return F.linear(F.silu(F.linear(x, gate) * F.linear(x, up)), down)
 
 
-@wrong("silu is applied to both halves. It belongs to gate x; up x stays as it is.")
+@wrong("silu is applied to both halves. Apply it to gate x, and leave up x as it is.")
 def _both_bent(x, gate, up, down):
     return F.linear(F.silu(F.linear(x, gate)) * F.silu(F.linear(x, up)), down)
 
@@ -117,7 +118,7 @@ def _no_up(x, gate, up, down):
     return F.linear(F.silu(F.linear(x, gate)), down)
 
 
-@wrong("x is added to the result. The block does that, on Day 7; the MLP gives its own part only.")
+@wrong("x is added to the result. The block does that, on Day 7: return only the MLP's own part.")
 def _residual(x, gate, up, down):
     return x + swiglu(x, gate, up, down)
 
@@ -137,7 +138,7 @@ def _no_down(x, gate, up, down):
     return F.silu(F.linear(x, gate)) * F.linear(x, up)
 
 
-@wrong("The result is float32 whatever came in. It has the dtype of x.")
+@wrong("The result is always float32. Return it in the dtype of x.")
 def _stays_wide(x, gate, up, down):
     return swiglu(x.float(), gate.float(), up.float(), down.float())
 
@@ -153,6 +154,29 @@ def _softplus(x, gate, up, down):
     return F.linear(F.softplus(F.linear(x, gate)) * F.linear(x, up), down)
 
 
+@wrong("silu is taken of the result, after down. Apply it to gate x alone, before the product.")
+def _silu_last(x, gate, up, down):
+    return F.silu(F.linear(F.linear(x, gate) * F.linear(x, up), down))
+
+
+@wrong("The gate goes through a softmax, which makes shares. silu works on each number alone.")
+def _softmax(x, gate, up, down):
+    return F.linear(F.linear(x, gate).softmax(-1) * F.linear(x, up), down)
+
+
+@wrong("sigmoid(z) is 1 / (1 + exp(-z)). Here the sign before exp is a minus.")
+def _minus(x, gate, up, down):
+    z = F.linear(x, gate)
+    return F.linear(z / (1 - torch.exp(-z)) * F.linear(x, up), down)
+
+
+@wrong("The result is right, but x was changed on the way.", hints=IN_PLACE)
+def _in_place(x, gate, up, down):
+    out = swiglu(x, gate, up, down)
+    x.zero_()
+    return out
+
+
 EXERCISES = (
     Exercise(
         "swiglu",
@@ -162,7 +186,7 @@ EXERCISES = (
         wrong=(
             _swapped, _gelu, _relu, _sigmoid, _sum, _silu_of_product, _both_bent, _no_silu,
             _no_up, _residual, _down_turned, _all_turned, _no_down, _stays_wide, _sign_turned,
-            _softplus,
+            _softplus, _silu_last, _softmax, _minus, _in_place,
         ),
     ),
 )  # fmt: skip

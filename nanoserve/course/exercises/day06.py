@@ -30,9 +30,16 @@ def _modulo(q, n_kv):
     return q.unflatten(1, (-1, n_kv)).transpose(1, 2)
 
 
-@wrong("The two new axes have changed places: n_kv comes first, then the n_rep heads of a group.")
+@wrong(
+    "The two new axes have changed places: n_kv must come first, then the n_rep heads of a group."
+)
 def _swapped(q, n_kv):
     return q.unflatten(1, (n_kv, -1)).transpose(1, 2)
+
+
+@wrong("The two sizes are swapped: cut axis 1 into n_kv groups of n_rep heads.")
+def _sizes_swapped(q, n_kv):
+    return q.unflatten(1, (-1, n_kv))
 
 
 @wrong("The heads are right, but copied. Splitting an axis needs no copy: `unflatten` or `view`.")
@@ -40,9 +47,7 @@ def _copied(q, n_kv):
     return q.unflatten(1, (n_kv, -1)).clone()
 
 
-@wrong(
-    "Each head is repeated n_rep times. It is K and V that are shared; no query is needed twice."
-)
+@wrong("Each head is repeated n_rep times. K and V are shared; no query is needed twice.")
 def _repeated(q, n_kv):
     n_rep = q.shape[1] // n_kv
     return q.unsqueeze(2).expand(-1, -1, n_rep, -1, -1)
@@ -104,12 +109,12 @@ def _inverted(seq):
     return torch.ones(seq, seq, dtype=torch.bool).tril()
 
 
-@wrong("Each query still sees one token too many, the one that it should predict.")
+@wrong("Each query sees one token too many: the token that it should predict.")
 def _one_ahead(seq):
     return torch.ones(seq, seq, dtype=torch.bool).triu(2)
 
 
-@wrong("It holds numbers to be added to the scores. Wanted is True or False: dtype torch.bool.")
+@wrong("It holds numbers to be added to the scores. Return True or False: dtype torch.bool.")
 def _numbers(seq):
     return torch.full((seq, seq), -torch.inf).triu(1)
 
@@ -119,7 +124,7 @@ def _too_large(seq):
     return torch.ones(seq + 1, seq + 1, dtype=torch.bool).triu(1)
 
 
-@wrong("Only the very next token is hidden: everything behind it must be hidden as well.")
+@wrong("Only the very next token is hidden: hide all later tokens as well.")
 def _next_only(seq):
     return torch.ones(seq, seq, dtype=torch.bool).triu(1).tril(1)
 
@@ -171,55 +176,83 @@ def _sdpa(
     return torch.stack(heads, 1)
 
 
-@wrong("Nothing is hidden: each token attends to those that come after it.")
+@wrong(
+    "Nothing is hidden: each token attends to later tokens too.",
+    hints="mask",
+)
 def _no_mask(q, k, v, scale=None):
     return _sdpa(q, k, v, scale, first_hidden=10_000)
 
 
-@wrong("Query head h reads KV head h % n_kv. It must read h // n_rep, the one of its group.")
+@wrong(
+    "Query head h reads KV head h % n_kv. It must read KV head h // n_rep.",
+    hints="heads",
+)
 def _wrong_heads(q, k, v, scale=None):
     return _sdpa(q, k, v, scale, kv_head=lambda h, n_rep, n_kv: h % n_kv)
 
 
-@wrong("All query heads read KV head 0, and the other KV heads are not used.")
+@wrong(
+    "All query heads read KV head 0, and the other KV heads are not used.",
+    hints="heads",
+)
 def _first_head(q, k, v, scale=None):
     return _sdpa(q, k, v, scale, kv_head=lambda h, n_rep, n_kv: 0)
 
 
-@wrong("The scores are not scaled: multiply them by head_dim ** -0.5 before the softmax.")
+@wrong(
+    "The scores are not scaled: multiply them by head_dim ** -0.5 before the softmax.",
+    hints="scale",
+)
 def _no_scale(q, k, v, scale=None):
     return _sdpa(q, k, v, scale, divide=lambda dim: 1.0)
 
 
-@wrong("The scores are divided by head_dim. Divide by its square root: head_dim ** -0.5.")
+@wrong(
+    "The scores are divided by head_dim. Divide by its square root: head_dim ** -0.5.",
+    hints="scale",
+)
 def _no_root(q, k, v, scale=None):
     return _sdpa(q, k, v, scale, divide=lambda dim: 1 / dim)
 
 
-@wrong("The scores are divided by 8 whatever comes in. Take head_dim from q: q.shape[-1] ** -0.5.")
+@wrong(
+    "The scores are divided by 8 whatever comes in. Take head_dim from q: q.shape[-1] ** -0.5.",
+    hints="scale",
+)
 def _always_8(q, k, v, scale=None):
     return _sdpa(q, k, v, scale, divide=lambda dim: 1 / 8)
 
 
-@wrong("The scores are multiplied by the root of head_dim. Divide by it: head_dim ** -0.5.")
+@wrong(
+    "The scores are multiplied by the root of head_dim. Divide by it: head_dim ** -0.5.",
+    hints="scale",
+)
 def _root_multiplied(q, k, v, scale=None):
     return _sdpa(q, k, v, scale, divide=lambda dim: dim**0.5)
 
 
-@wrong("A scale that is handed in comes on top of head_dim ** -0.5. It stands in its place.")
+@wrong(
+    "A scale that is handed in is multiplied by head_dim ** -0.5 too. Use the scale alone.",
+    hints="scale",
+)
 def _both_scales(q, k, v, scale=None):
     own = q.shape[-1] ** -0.5
     return _sdpa(q, k, v, own if scale is None else own * scale)
 
 
-@wrong("The mask is upside down: it hides the past and shows the future. Hidden is j > i.")
+@wrong(
+    "The mask is upside down: it hides the past and shows the future. Hide the keys j > i.",
+    hints="mask",
+)
 def _mask_turned(q, k, v, scale=None):
     return _sdpa(q, k, v, scale, turned=True)
 
 
 @wrong(
-    "exp of a large score is infinite, and infinite by infinite is NaN. torch.softmax takes the "
-    "row's maximum off first."
+    "exp of a large score is infinite, and infinity divided by infinity is NaN. torch.softmax "
+    "first subtracts the maximum of each row.",
+    hints="large",
 )
 def _no_maximum(q, k, v, scale=None):
     def naive(scores, axis):
@@ -228,21 +261,26 @@ def _no_maximum(q, k, v, scale=None):
     return _sdpa(q, k, v, scale, softmax=naive)
 
 
-@wrong("A scale that is handed in is ignored: head_dim ** -0.5 is only what None stands for.")
+@wrong(
+    "A scale that is handed in is ignored. Use head_dim ** -0.5 only if scale is None.",
+    hints="scale",
+)
 def _ignores_scale(q, k, v, scale=None):
     return _sdpa(q, k, v, scale, own_scale=False)
 
 
 @wrong(
     "The future is set to 0 after the softmax, so a query's weights no longer add up to 1. Fill "
-    "the scores with -inf before it."
+    "the scores with -inf before it.",
+    hints="mask",
 )
 def _late_mask(q, k, v, scale=None):
     return _sdpa(q, k, v, scale, mask_late=True)
 
 
 @wrong(
-    "The softmax runs over the queries. The weights of a query over the keys add up to 1: dim=-1."
+    "The softmax runs over the queries. The weights of a query over the keys add up to 1: dim=-1.",
+    hints="sum",
 )
 def _wrong_axis(q, k, v, scale=None):
     return _sdpa(q, k, v, scale, axis=-2)
@@ -250,33 +288,55 @@ def _wrong_axis(q, k, v, scale=None):
 
 @wrong(
     "The mask starts in the upper left corner though there are more keys than queries. The "
-    "queries are the last positions: a single one sees every key."
+    "queries are the last positions: a single one sees every key.",
+    hints="newest",
 )
 def _upper_left(q, k, v, scale=None):
     return _sdpa(q, k, v, scale, first_hidden=1)
 
 
 @wrong(
-    "The mask is a square, query_len by query_len. It needs a column for every key, kv_len of "
-    "them, and the queries are the last of those positions."
+    "The mask is a square, query_len by query_len. It needs a column for each of the "
+    "kv_len keys, and the queries are the last of these positions.",
+    hints="newest",
 )
 def _square_mask(q, k, v, scale=None):
     return _sdpa(q, k, v, scale, first_hidden=1, square=True)
 
 
-@wrong("A token does not see itself, and the first one sees nothing: hide j > i, not j >= i.")
+@wrong(
+    "Here no token sees itself, and the first token sees nothing: hide j > i, not j >= i.",
+    hints="mask",
+)
 def _hides_diagonal(q, k, v, scale=None):
     return _sdpa(q, k, v, scale, first_hidden=k.shape[2] - q.shape[2])
 
 
-@wrong("The result is always float32. It must have the dtype of q; only the softmax is wider.")
+@wrong(
+    "The result is always float32. Return it in the dtype of q. Only the softmax is float32.",
+    hints="dtype",
+)
 def _stays_wide(q, k, v, scale=None):
     return _sdpa(q.float(), k.float(), v.float(), scale)
 
 
-@wrong("The groups are still separate: flatten n_kv and n_rep into one axis of n_q heads.")
+@wrong(
+    "The groups are still separate: flatten n_kv and n_rep into one axis of n_q heads.",
+    hints="sum",
+)
 def _grouped(q, k, v, scale=None):
     return _sdpa(q, k, v, scale).unflatten(1, (k.shape[1], -1))
+
+
+@wrong(
+    "Queries and keys have different numbers of heads, so they do not broadcast: group the queries "
+    "by their KV head first.",
+    hints="heads",
+)
+def _ungrouped(q, k, v, scale=None):
+    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1 + k.shape[2] - q.shape[2])
+    return scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v
 
 
 def _sdpa_cases() -> list[Case]:
@@ -331,7 +391,7 @@ EXERCISES = (
             ),
         },
         solution=group_queries,
-        wrong=(_modulo, _swapped, _copied, _repeated, _positions, _mixed),
+        wrong=(_modulo, _swapped, _copied, _repeated, _positions, _mixed, _sizes_swapped),
     ),
     Exercise(
         "causal_mask",
@@ -387,8 +447,8 @@ EXERCISES = (
             ),
             "large": (
                 "exp(100) is more than float32 can hold. What does your softmax do there?",
-                "Taking the largest score of a row off all its scores changes no share, and then "
-                "no exponent is above 0. torch.softmax does that.",
+                "Subtract the largest score of a row from all its scores. No share changes, and "
+                "then no exponent is above 0. torch.softmax does that.",
                 "torch.softmax(scores, dim=-1, dtype=torch.float32)",
             ),
             "dtype": (
@@ -402,7 +462,7 @@ EXERCISES = (
         wrong=(
             _no_mask, _wrong_heads, _first_head, _no_scale, _no_root, _always_8, _root_multiplied,
             _both_scales, _ignores_scale, _mask_turned, _late_mask, _wrong_axis, _upper_left,
-            _square_mask, _hides_diagonal, _no_maximum, _stays_wide, _grouped,
+            _square_mask, _hides_diagonal, _no_maximum, _stays_wide, _grouped, _ungrouped,
         ),
     ),
 )  # fmt: skip

@@ -46,8 +46,8 @@ def _taken_for(answer: type, size: int, *lengths: int) -> dict:
     return {"blocks": dict(zip(lengths, counts, strict=True)), "free": free}
 
 
-def _ask(answer: type, tokens: int) -> dict:
-    """Ask for `tokens` in a pool of 5 blocks of 16 slots, of which 2 are taken.
+def _given(answer: type, tokens: int) -> dict:
+    """Take blocks for `tokens` tokens, in a pool of 5 blocks of 16 slots, of which 2 are taken.
 
     The order of the blocks is not compared: the text does not fix it.
     """
@@ -86,8 +86,8 @@ def _free_these(answer: type, *ids: int) -> dict:
     """Give these ids back to a pool of 5 of which blocks 0, 1 and 2 are taken."""
     pool = answer(5, 16)
     pool.allocate_for(48)
-    told = [_tried(pool.free, block) for block in ids]
-    return {"told": told, "free": pool.num_free, "still handed out": _rest(pool)}
+    results = [_tried(pool.free, block) for block in ids]
+    return {"results": results, "free": pool.num_free, "still handed out": _rest(pool)}
 
 
 def _soak(answer: type) -> str:
@@ -108,7 +108,7 @@ def _soak(answer: type) -> str:
 
 def _cases() -> list[Case]:
     def case(what: str, kind: str, call, *args) -> Case:
-        return Case(what, args, kind=kind, call=call)
+        return Case(what, args, kind=kind, call=call, inputs="")  # the name of the case holds them
 
     return [
         case("allocate: 3 of 5 blocks, one by one", "allocate", _one_by_one, 5, 3),
@@ -117,14 +117,14 @@ def _cases() -> list[Case]:
         case("blocks of 16: 1, 15, 16, 17, 33 tokens", "round", _taken_for, 16, 1, 15, 16, 17, 33),
         case("blocks of 5: 4, 5, 6, 16 tokens", "round", _taken_for, 5, 4, 5, 6, 16),
         case("0 tokens, and -1", "zero", _taken_for, 16, 0, -1),
-        case("3 blocks free: 48 tokens", "all", _ask, 48),
-        case("3 blocks free: 49 tokens", "all", _ask, 49),
-        case("no block free: 1 token, then 0", "all", _from_empty),
+        case("3 of 5 blocks free: 48 tokens", "all", _given, 48),
+        case("3 of 5 blocks free: 49 tokens", "all", _given, 49),
+        case("none of 2 blocks free: 1 token, then 0", "all", _from_empty),
         case("take 3, give the second back, take one", "free", _give_back),
         case("take 3 and give all back, twice", "free", _free_all),
-        case("a block given back twice", "refuse", _free_these, 1, 1),
-        case("a block that nobody took", "refuse", _free_these, 4),
-        case("ids that are not in the pool: 5 and -1", "refuse", _free_these, 5, -1),
+        case("block 1 is owned: free(1), twice", "refuse", _free_these, 1, 1),
+        case("block 4 is free: free(4)", "refuse", _free_these, 4),
+        case("blocks are 0 to 4: free(5), free(-1)", "refuse", _free_these, 5, -1),
         case("300 random steps", "free", _soak),
     ]  # fmt: skip
 
@@ -203,8 +203,29 @@ class _Silent(_Right):
 
 
 @wrong(
+    "free lets Python's own KeyError out, for a block that is not in self._owned. The caller "
+    "expects a ValueError: test block_id in self._owned first."
+)
+class _KeyError(_Right):
+    def free(self, block_id):
+        self._owned.remove(block_id)
+        self._free.append(block_id)
+
+
+@wrong(
+    "free puts the block at the beginning of the list, where it is taken last. Free blocks are a "
+    "stack: append the block at the end."
+)
+class _Queue(_Right):
+    def free(self, block_id):
+        super().free(block_id)
+        self._free.insert(0, self._free.pop())
+
+
+@wrong(
     "free puts the block on the stack and also leaves it in self._owned. So the block is free and "
-    "owned at once, and it can be given back a second time."
+    "owned at once, and it can be given back a second time.",
+    hints="free",
 )
 class _StaysOwned(_Right):
     def free(self, block_id):
@@ -264,7 +285,8 @@ class _RoundsDown(_Right):
 
 @wrong(
     "Off by one at the boundary: 16 tokens fill one block of 16 and need no second block. Round "
-    "up instead of adding one."
+    "up instead of adding one.",
+    hints="round",
 )
 class _OneMore(_Right):
     def needed(self, num_tokens):
@@ -327,7 +349,10 @@ class _AllocateNotNoted(_Right):
         return block
 
 
-@wrong("The last free block is never handed out. If 3 are needed and 3 are free, hand them out.")
+@wrong(
+    "The last free block is never handed out. If 3 are needed and 3 are free, hand them out.",
+    hints="all",
+)
 class _KeepsOne(_Right):
     def enough(self, needed):
         return needed < len(self._free) or needed == 0
@@ -335,13 +360,23 @@ class _KeepsOne(_Right):
 
 @wrong(
     "It takes from the beginning of the list. Free blocks are a stack: the block that was given "
-    "back last is taken next, from the end of the list."
+    "back last is taken next, from the end of the list.",
+    hints="free",
 )
 class _Bottom(_Right):
     def take(self):
         block = self._free.pop(0)
         self._owned.add(block)
         return block
+
+
+@wrong(
+    "allocate lets Python's own IndexError out when no block is free. The caller catches "
+    "KVCacheExhausted: test before you pop."
+)
+class _AllocateIndexError(_Right):
+    def allocate(self):
+        return self.take()
 
 
 @wrong(
@@ -367,7 +402,8 @@ class _GivesList(_Right):
 
 @wrong(
     "allocate_for returns the number of blocks. The owner needs to know which blocks: return a "
-    "list of ids."
+    "list of ids.",
+    hints="round",
 )
 class _GivesCount(_Right):
     def allocate(self):
@@ -426,10 +462,10 @@ ALLOCATOR = Exercise(
     },
     target="nanoserve.cache:BlockAllocator",
     wrong=(
-        _DoubleFree, _Foreign, _ChecksNothing, _Silent, _StaysOwned, _Leaks, _Half, _WhatThereIs,
-        _RoundsDown, _OneMore, _AtLeastOne, _BlockPerToken, _Always16, _Negative, _Peeks,
-        _NotNoted, _AllocateNotNoted, _KeepsOne, _Bottom, _IndexError, _GivesNone, _GivesList,
-        _GivesCount,
+        _DoubleFree, _Foreign, _ChecksNothing, _Silent, _KeyError, _StaysOwned, _Leaks, _Half,
+        _WhatThereIs, _RoundsDown, _OneMore, _AtLeastOne, _BlockPerToken, _Always16, _Negative,
+        _Peeks, _NotNoted, _AllocateNotNoted, _KeepsOne, _Bottom, _Queue, _IndexError,
+        _AllocateIndexError, _GivesNone, _GivesList, _GivesCount,
     ),
 )  # fmt: skip
 

@@ -73,7 +73,8 @@ def _block_only(self, position):
 
 @wrong(
     "position % block_size is the place within a block. The index of the block in the table is "
-    "position // block_size."
+    "position // block_size.",
+    hints="later",
 )
 def _index_from_offset(self, position):
     _, offset, size = _checked(self, position)
@@ -100,7 +101,8 @@ def _late_boundary(self, position):
 
 @wrong(
     "It goes to the next block one token too early. The last position of a block is still inside "
-    "it."
+    "it.",
+    hints="later",
 )
 def _early_boundary(self, position):
     _, offset, size = _checked(self, position)
@@ -121,7 +123,7 @@ def _swapped(self, position):
     return offset * size + self.blocks[index]
 
 
-@wrong("The code assumes blocks of 16 slots. Use the allocator's block_size.")
+@wrong("The code assumes blocks of 16 slots. Use the allocator's block_size.", hints="later")
 def _always_16(self, position):
     _checked(self, position)
     index, offset = divmod(position, 16)
@@ -144,7 +146,8 @@ def _runs_on(self, position):
 
 
 @wrong(
-    "The blocks are sorted by id. Do not sort: their order in the table is the order of the text."
+    "The blocks are sorted by id. Do not sort: their order in the table is the order of the text.",
+    hints="later",
 )
 def _sorted(self, position):
     index, offset, size = _checked(self, position)
@@ -229,14 +232,14 @@ def _grown(answer: type, lengths: list[int], others: int = 0, size: int = 4) -> 
     pool = BlockAllocator(6, size)
     for _ in range(others):
         pool.allocate()
-    table, told = answer(pool), []
+    table, results = answer(pool), []
     for tokens in lengths:
         try:
             table.grow(tokens)
-            told.append("grown")
+            results.append("grown")
         except KVCacheExhausted:
-            told.append("refused")
-    return {"blocks": list(table.blocks), "free": pool.num_free, "told": told}
+            results.append("refused")
+    return {"blocks": list(table.blocks), "free": pool.num_free, "results": results}
 
 
 def _in_turns(answer: type) -> dict:
@@ -250,18 +253,18 @@ def _in_turns(answer: type) -> dict:
 
 def _grow_cases() -> list[Case]:
     def case(what: str, kind: str, *args) -> Case:
-        return Case(what, args, kind=kind, call=_grown)
+        return Case(what, args, kind=kind, call=_grown, inputs="")  # its name holds them
 
     return [
         case("an empty table, blocks of 4: grow to 9", "first", [9]),
-        case("grow to 3, then to 4, 5 and 6", "again", [3, 4, 5, 6]),
-        case("grow to 5, then to 18", "again", [5, 18]),
-        case("grow to 10, then to 4 and to 0", "fewer", [10, 4, 0]),
+        case("blocks of 4: grow to 3, then to 4, 5 and 6", "again", [3, 4, 5, 6]),
+        case("blocks of 4: grow to 5, then to 18", "again", [5, 18]),
+        case("blocks of 4: grow to 10, then to 4 and 0", "fewer", [10, 4, 0]),
         case("blocks of 5: grow to 5, then to 10 and 11", "again", [5, 10, 11], 0, 5),
         Case("two tables of one pool, in turns", (), kind="again", call=_in_turns),
-        case("2 blocks free: grow to 5, then to 8", "again", [5, 8], 4),
-        case("3 blocks free: grow to 4, then to 17", "atomic", [4, 17], 3),
-        case("3 blocks free: to 4, to 17, then to 12", "atomic", [4, 17, 12], 3),
+        case("blocks of 4, 2 free: grow to 5, then to 8", "again", [5, 8], 4),
+        case("blocks of 4, 3 free: to 4, then to 17", "atomic", [4, 17], 3),
+        case("blocks of 4, 3 free: to 4, to 17, to 12", "atomic", [4, 17, 12], 3),
     ]
 
 
@@ -314,6 +317,15 @@ def _not_kept(self, num_tokens):
 @wrong("The new blocks are put in front. Put them behind: the table has the order of the text.")
 def _in_front(self, num_tokens):
     self.blocks = self._allocator.allocate_for(_missing(self, num_tokens)) + self.blocks
+
+
+@wrong(
+    "append puts the whole list of new blocks into the table as one entry. Use += or extend, which "
+    "add the ids one by one."
+)
+def _appended(self, num_tokens):
+    if _missing(self, num_tokens):
+        self.blocks.append(self._allocator.allocate_for(_missing(self, num_tokens)))
 
 
 @wrong("It takes only one block. A prompt can need many: take blocks for all missing tokens.")
@@ -406,8 +418,8 @@ GROW = Exercise(
     },
     target="nanoserve.cache:BlockTable.grow",
     wrong=(
-        _one_by_one, _lost, _on_top, _replaced, _not_kept, _in_front, _only_one, _too_early,
-        _counts_blocks, _below_zero, _shrinks, _silent, _gives_up,
+        _one_by_one, _lost, _on_top, _replaced, _not_kept, _in_front, _appended, _only_one,
+        _too_early, _counts_blocks, _below_zero, _shrinks, _silent, _gives_up,
     ),
 )  # fmt: skip
 
@@ -440,8 +452,7 @@ def events(script: str) -> list[str]:
 
 
 def play(script: str, step: int, size: int) -> tuple[BlockAllocator, dict, dict, str]:
-    """The pool, the tables, the lengths, and a sentence about the last of the first `step` "
-    "steps."""
+    """The pool, the tables, the lengths, and a sentence about step number `step`."""
     pool = BlockAllocator(POOL, size)
     tables = {name: BlockTable(pool) for name in SHADES if name in script}
     lengths, told = dict.fromkeys(SHADES, 0), "nothing yet"

@@ -51,7 +51,7 @@ def _pool_after(answer: type, steps: list[int]) -> dict:
     return {"the pool's k": pool.k, "the pool's v": pool.v}
 
 
-def _history(answer: type, steps: list[int]) -> list[dict]:
+def _returned(answer: type, steps: list[int]) -> list[dict]:
     cache = answer(scattered_pool())
     for number, seq in enumerate(steps):
         given = step(cache, seq, 10 * number)
@@ -95,8 +95,8 @@ def _no_room(answer: type) -> dict:
     }  # fmt: skip
 
 
-def _batch(answer: type) -> None:
-    answer(scattered_pool()).append(0, *keys_and_values(3, 0, batch=2))
+def _batch(answer: type, batch: int) -> None:
+    answer(scattered_pool()).append(0, *keys_and_values(3, 0, batch=batch))
 
 
 def _batch_refused(answer: type) -> dict:
@@ -114,21 +114,22 @@ def _cases() -> list[Case]:
     return [
         Case("the pool after a prompt of 3", ([3],), call=_pool_after, kind="write"),
         Case("the pool after 6, 1 and 3 tokens", ([6, 1, 3],), call=_pool_after, kind="write"),
-        Case("append returns K and V of 6 tokens", ([6],), call=_history, kind="read"),
+        Case("append returns K and V of 6 tokens", ([6],), call=_returned, kind="read"),
         Case(
-            "append returns K and V of 6, 1 and 3 tokens", ([6, 1, 3],), call=_history, kind="read"
+            "append returns K and V of 6, 1 and 3 tokens", ([6, 1, 3],), call=_returned, kind="read"
         ),
         Case("seq_len after each layer", ([5, 1],), call=_lengths, kind="length"),
         Case("a step fails after layer 0 and runs again", call=_broken_off, kind="length"),
         Case("two sequences take turns", call=_two_take_turns, kind="read"),
         Case("the pool has too few blocks", call=_no_room, kind="room"),
-        Case("a batch of two", call=_batch, kind="batch", expected=raises(ValueError, "2")),
+        Case("a batch of two", (2,), call=_batch, kind="batch", expected=raises(ValueError, "2")),
+        Case("a batch of none", (0,), call=_batch, kind="batch", expected=raises(ValueError, "0")),
         Case("the state after a batch of two", call=_batch_refused, kind="batch"),
     ]
 
 
 def _right(
-    self, layer, k, v, new=None, put=None, history=None, where=None, moves=None, maps=True
+    self, layer, k, v, new=None, put=None, returns=None, where=None, moves=None, maps=True
 ):  # fmt: skip
     """The right answer with one part changed."""
     if k.shape[0] != 1:
@@ -145,7 +146,7 @@ def _right(
         self.seq_len += moves
     elif layer == len(self.pool.k) - 1:
         self.seq_len = end
-    return self._slots[:end] if history is None else history(self, end)
+    return self._slots[:end] if returns is None else returns(self, end)
 
 
 @wrong(
@@ -179,7 +180,7 @@ def _oldest(self, layer, k, v):
     "It writes into the slots of all tokens, but k holds only this step's. Take the slots from "
     "self.seq_len on."
 )
-def _whole_history(self, layer, k, v):
+def _all_tokens(self, layer, k, v):
     return _right(self, layer, k, v, new=lambda self, end: self._slots[:end])
 
 
@@ -249,14 +250,14 @@ def _one_layer(self, layer, k, v):
     "all tokens: self._slots[:end]."
 )
 def _only_the_new(self, layer, k, v):
-    return _right(self, layer, k, v, history=lambda self, end: self._slots[end - k.shape[2] : end])
+    return _right(self, layer, k, v, returns=lambda self, end: self._slots[end - k.shape[2] : end])
 
 
 @wrong(
     "The slots come newest first. Attention needs them oldest first, in the order of the mapping."
 )
 def _newest_first(self, layer, k, v):
-    return _right(self, layer, k, v, history=lambda self, end: self._slots[:end].flip(0))
+    return _right(self, layer, k, v, returns=lambda self, end: self._slots[:end].flip(0))
 
 
 @wrong(
@@ -264,20 +265,30 @@ def _newest_first(self, layer, k, v):
     "so the other layers do not see the tokens of this step."
 )
 def _slot_mapping(self, layer, k, v):
-    return _right(self, layer, k, v, history=lambda self, end: self.slot_mapping)
+    return _right(self, layer, k, v, returns=lambda self, end: self.slot_mapping)
 
 
 @wrong(
     "seq_len grows in every layer, so the next layer writes behind a gap. It must grow once a "
-    "step, in the last layer."
+    "step, in the last layer.",
+    hints="length",
 )
 def _every_layer(self, layer, k, v):
     return _right(self, layer, k, v, moves=k.shape[2])
 
 
-@wrong("seq_len never grows, so each step overwrites the step before.")
+@wrong("seq_len never grows, so each step overwrites the step before.", hints="length")
 def _never_moves(self, layer, k, v):
     return _right(self, layer, k, v, moves=0)
+
+
+@wrong(
+    "seq_len grows in the first layer, so the other layers write behind a gap. It must grow in the "
+    "last layer.",
+    hints="length",
+)
+def _first_layer_moves(self, layer, k, v):
+    return _right(self, layer, k, v, moves=k.shape[2] if layer == 0 else 0)
 
 
 @wrong(
@@ -298,6 +309,16 @@ def _moves_too_early(self, layer, k, v):
 @wrong("The mapping is never extended, so there are no slots to write to: self._map(end) first.")
 def _not_mapped(self, layer, k, v):
     return _right(self, layer, k, v, maps=False)
+
+
+@wrong(
+    "Only a batch larger than one is refused. A batch of none is no sequence either: refuse every "
+    "size but 1."
+)
+def _batch_of_none(self, layer, k, v):
+    if not len(k):
+        return self._slots[: self.seq_len]
+    return _right(self, layer, k, v)
 
 
 @wrong(
@@ -356,10 +377,10 @@ WRITE = Exercise(
     },
     target="nanoserve.cache:PagedKVCache._write",
     wrong=(
-        _logical, _neighbours, _oldest, _whole_history, _reshaped, _one_slot, _values_over_keys,
+        _logical, _neighbours, _oldest, _all_tokens, _reshaped, _one_slot, _values_over_keys,
         _into_a_copy, _added, _one_layer, _only_the_new, _newest_first, _slot_mapping,
-        _every_layer, _never_moves, _moves_too_early, _not_mapped, _batch_taken,
-        _batch_refused_late,
+        _every_layer, _never_moves, _first_layer_moves, _moves_too_early, _not_mapped,
+        _batch_taken, _batch_of_none, _batch_refused_late,
     ),
 )  # fmt: skip
 

@@ -18,8 +18,7 @@ def _used(pool_class: type, poison: bool) -> KVPool:
 
 
 def _nan_slots(pool: KVPool) -> dict:
-    """The slots that hold only NaN, for keys and values, layer by layer; and the unchanged "
-    "slots."""
+    """The unchanged slots, and the slots of NaN: keys and values, layer by layer."""
     return {
         "slots left as they were": [
             slot for slot, row in enumerate(pool.k[0]) if bool((row == 7.0).all())
@@ -51,6 +50,16 @@ def _released(answer: type, tokens: int, poison: bool = True, times: int = 1) ->
     }  # fmt: skip
 
 
+def _refused_unpoisoned(answer: type) -> dict:
+    """Release in a pool with its own allocator, which refuses a block that is not poisoned."""
+    pool = answer(CONFIG, 4, BLOCK, poison=True)
+    table = BlockTable(pool.allocator)
+    table.grow(9)
+    pool.k.fill_(7.0), pool.v.fill_(7.0)
+    pool.release(table)
+    return {"the table's blocks": list(table.blocks), "free blocks": pool.allocator.num_free}
+
+
 def _release_cases() -> list[Case]:
     return [
         Case("three blocks are released", (9,), call=_released, kind="blocks"),
@@ -58,6 +67,7 @@ def _release_cases() -> list[Case]:
         Case("without poison", (9, False), call=_released, kind="plain"),
         Case("released twice", (9, True, 2), call=_released, kind="twice"),
         Case("an empty table", (0,), call=_released, kind="blocks"),
+        Case("a pool that refuses numbers in a free block", call=_refused_unpoisoned, kind="order"),
     ]
 
 
@@ -80,23 +90,61 @@ def _too_late(self, table):
     _release(self, table)
 
 
-@wrong("Only the keys are poisoned. A stale value is as wrong as a stale key: fill self.v too.")
+@wrong(
+    "The blocks are given back before their slots are poisoned. A pool with poison refuses a block "
+    "that still holds numbers: poison first, and call table.free() last.",
+    hints="order",
+)
+def _freed_first(self, table):
+    blocks = list(table.blocks)
+    table.free()
+    size = self.allocator.block_size
+    for block in blocks if self._poison else ():
+        self.k[:, block * size : (block + 1) * size] = torch.nan
+        self.v[:, block * size : (block + 1) * size] = torch.nan
+
+
+@wrong(
+    "table.free() is called inside the loop. It empties table.blocks, so the loop ends after one "
+    "block. Call it once, after the loop.",
+    hints="order",
+)
+def _freed_in_the_loop(self, table):
+    size = self.allocator.block_size
+    for block in table.blocks:
+        if self._poison:
+            self.k[:, block * size : (block + 1) * size] = torch.nan
+            self.v[:, block * size : (block + 1) * size] = torch.nan
+        table.free()
+
+
+@wrong(
+    "Only the keys are poisoned. A stale value is as wrong as a stale key: fill self.v too.",
+    hints="poison",
+)
 def _keys_only(self, table):
     _release(self, table, parts=("k",))
 
 
-@wrong("Only layer 0 is poisoned. The first axis is the layers; take all of them: self.k[:, ...].")
+@wrong(
+    "Only layer 0 is poisoned. The first axis is the layers; take all of them: self.k[:, ...].",
+    hints="poison",
+)
 def _first_layer(self, table):
     _release(self, table, layers=slice(1))
 
 
-@wrong("Only the last block is poisoned. Poison all of table.blocks.")
+@wrong(
+    "Only the last block is poisoned. Poison all of table.blocks.",
+    hints="poison",
+)
 def _last_block_poisoned(self, table):
     _release(self, table, blocks=table.blocks[-1:])
 
 
 @wrong(
-    "The block id is used as a slot. Block b is the slots b * block_size to (b + 1) * block_size."
+    "The block id is used as a slot. Block b is the slots b * block_size to (b + 1) * block_size.",
+    hints="poison",
 )
 def _blocks_as_slots(self, table):
     if self._poison and table.blocks:
@@ -106,7 +154,8 @@ def _blocks_as_slots(self, table):
 
 @wrong(
     "Layers are poisoned instead of slots. The first axis of self.k counts layers, the second "
-    "slots."
+    "slots.",
+    hints="poison",
 )
 def _wrong_axis(self, table):
     size = self.allocator.block_size
@@ -116,7 +165,10 @@ def _wrong_axis(self, table):
     table.free()
 
 
-@wrong("The whole pool is poisoned, with the neighbours' keys. Poison only table.blocks.")
+@wrong(
+    "The whole pool is poisoned, with the neighbours' keys. Poison only table.blocks.",
+    hints="poison",
+)
 def _everything(self, table):
     if self._poison:
         self.k.fill_(torch.nan), self.v.fill_(torch.nan)
@@ -134,7 +186,8 @@ def _always(self, table):
 
 @wrong(
     "The slots are filled with zeros. A zero key still takes a share of the softmax, and no test "
-    "finds it. Fill with NaN, which spreads through every sum."
+    "finds it. Fill with NaN, which spreads through every sum.",
+    hints="poison",
 )
 def _zeros(self, table):
     _release(self, table, fill=0.0)
@@ -176,6 +229,14 @@ RELEASE = Exercise(
             "self.k[:, block * size : (block + 1) * size] = torch.nan, and the same for self.v, "
             "for each block in table.blocks.",
         ),
+        "order": (
+            "A pool with poison refuses to take back a block that still holds numbers. Which comes "
+            "first: poison, or table.free()?",
+            "Poison first, while table.blocks still lists the blocks. table.free() comes last, "
+            "once, after the loop.",
+            "The loop over table.blocks fills self.k and self.v. The line after the loop, not "
+            "indented: table.free()",
+        ),
         "plain": (
             "What must happen to the numbers in a pool with poison=False?",
             "Nothing. The next owner overwrites them.",
@@ -190,8 +251,9 @@ RELEASE = Exercise(
     },
     target="nanoserve.cache:KVPool.release",
     wrong=(
-        _too_late, _keys_only, _first_layer, _last_block_poisoned, _blocks_as_slots,
-        _wrong_axis, _everything, _always, _zeros, _leak, _still_listed,
+        _too_late, _freed_first, _freed_in_the_loop, _keys_only, _first_layer,
+        _last_block_poisoned, _blocks_as_slots, _wrong_axis, _everything, _always, _zeros, _leak,
+        _still_listed,
     ),
 )  # fmt: skip
 
@@ -263,7 +325,10 @@ def _free_cases() -> list[Case]:
     ]
 
 
-@wrong("The blocks are given back, but seq_len still counts their tokens. Set it to 0.")
+@wrong(
+    "The blocks are given back, but seq_len still counts their tokens. Set it to 0.",
+    hints="forget",
+)
 def _keeps_the_length(self):
     self.pool.release(self.table)
     self._mapped = 0
@@ -300,7 +365,7 @@ def _new_table(self):
     "A cache whose seq_len is 0 can own blocks: its first step took them and failed before the "
     "last layer. Release the table whatever the length is."
 )
-def _asks_the_length(self):
+def _tests_the_length(self):
     if self.seq_len == 0:
         return
     self.pool.release(self.table)
@@ -394,9 +459,8 @@ FREE = Exercise(
     },
     target="nanoserve.cache:PagedKVCache.free",
     wrong=(
-        _keeps_the_length, _keeps_the_mapping, _past_the_pool, _new_table, _asks_the_length,
-        _last_block,
-        _only_forgets, _once_only, _double_free, _new_allocator, _wipes_all,
+        _keeps_the_length, _keeps_the_mapping, _past_the_pool, _new_table, _tests_the_length,
+        _last_block, _only_forgets, _once_only, _double_free, _new_allocator, _wipes_all,
     ),
 )  # fmt: skip
 

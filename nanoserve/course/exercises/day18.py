@@ -32,6 +32,10 @@ def _cases() -> list[Case]:
     def case(what: str, kind: str, args: tuple, **kwargs) -> Case:
         return Case(what, args, kwargs, kind=kind, compare=close(1e-6, 1e-5))
 
+    def refused(what: str, n_q: int, n_rep: int) -> Case:
+        args = (*a_case(1, slots_of([5, 2], 6), n_q=n_q)[:4], n_rep)
+        return Case(what, args, kind="refuse", expected=raises(ValueError, "n_rep"))
+
     return [
         case("decode: 1 query, 7 tokens, blocks 5 and 2", "gather", a_case(1, slots_of([5, 2], 7))),
         case("prefill: 5 queries, blocks 1 and 8", "band", a_case(5, slots_of([1, 8], 5))),
@@ -41,12 +45,9 @@ def _cases() -> list[Case]:
         case("MHA: six KV heads", "heads", a_case(2, slots_of([9, 3], 8), n_kv=N_Q)),
         case("scale 0.5", "scale", a_case(3, slots_of([2, 6], 5)), scale=0.5),
         case("NaN in every other slot", "gather", a_case(3, slots_of([4, 1], 7), poison=True)),
-        Case(
-            "n_rep 2, where 6 query heads and 2 KV heads make 3",
-            (*a_case(1, slots_of([5, 2], 6))[:4], 2),
-            kind="refuse",
-            expected=raises(ValueError, "n_rep"),
-        ),
+        refused("n_rep 2, where 6 query heads and 2 KV heads make 3", N_Q, 2),
+        refused("n_rep 4, where 6 query heads and 2 KV heads make 3", N_Q, 4),
+        refused("n_rep 3, where 7 query heads do not fit 2 KV heads", 7, 3),
     ]  # fmt: skip
 
 
@@ -89,13 +90,17 @@ def _one_run(q, k_pool, v_pool, slots, n_rep, scale=None):
 
 @wrong(
     "The slots are read in the order of the pool, as with a boolean mask. The mapping has the "
-    "order of the text: oldest first."
+    "order of the text: oldest first.",
+    hints="gather",
 )
 def _sorted_slots(q, k_pool, v_pool, slots, n_rep, scale=None):
     return _right(q, k_pool, v_pool, slots.sort().values, n_rep, scale)
 
 
-@wrong("The slots are read newest first. The mapping is oldest first, and sdpa needs that order.")
+@wrong(
+    "The slots are read newest first. The mapping is oldest first, and sdpa needs that order.",
+    hints="gather",
+)
 def _newest_first(q, k_pool, v_pool, slots, n_rep, scale=None):
     return _right(q, k_pool, v_pool, slots.flip(0), n_rep, scale)
 
@@ -139,7 +144,8 @@ def _band_ahead(q, k_pool, v_pool, slots, n_rep, scale=None):
 
 @wrong(
     "The causal mask begins at the top left, as if the queries were the first positions. They are "
-    "the last query_len positions: query 0 has position kv_len - query_len."
+    "the last query_len positions: query 0 has position kv_len - query_len.",
+    hints="band",
 )
 def _top_left(q, k_pool, v_pool, slots, n_rep, scale=None):
     return _right(q, k_pool, v_pool, slots, n_rep, scale, band=q.shape[2] - len(slots))
@@ -152,7 +158,8 @@ def _no_mask(q, k_pool, v_pool, slots, n_rep, scale=None):
 
 @wrong(
     "Query head h reads KV head h % n_kv. Neighbouring query heads share a KV head: it is "
-    "h // n_rep."
+    "h // n_rep.",
+    hints="heads",
 )
 def _modulo(q, k_pool, v_pool, slots, n_rep, scale=None):
     def heads(n_q, n_kv):
@@ -196,6 +203,17 @@ def _no_batch(q, k_pool, v_pool, slots, n_rep, scale=None):
 )
 def _not_refused(q, k_pool, v_pool, slots, n_rep, scale=None):
     return _right(q, k_pool, v_pool, slots, n_rep, scale, refuse=False)
+
+
+@wrong(
+    "n_rep is compared with n_q // n_kv, which rounds down: 7 query heads and 2 KV heads also give "
+    "3. Compare n_q with n_kv * n_rep."
+)
+def _rounded_down(q, k_pool, v_pool, slots, n_rep, scale=None):
+    if n_rep != q.shape[1] // k_pool.shape[1]:
+        raise ValueError(f"n_rep {n_rep} does not fit")
+    k, v = (pool[slots].transpose(0, 1).contiguous()[None] for pool in (k_pool, v_pool))
+    return sdpa(q, k, v, scale)
 
 
 def contiguous(pool: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
@@ -248,7 +266,7 @@ REFERENCE = Exercise(
     wrong=(
         _first_slots, _one_run, _sorted_slots, _newest_first, _blocks_as_slots, _stale_block,
         _no_transpose, _band_ahead, _top_left, _no_mask, _modulo, _scale_ignored, _scale_twice,
-        _keys_as_values, _heads_last, _no_batch, _not_refused,
+        _keys_as_values, _heads_last, _no_batch, _not_refused, _rounded_down,
     ),
 )  # fmt: skip
 

@@ -24,11 +24,22 @@ class Spy:
         return k, v
 
     def paged_attention(self, layer, k, v, q, n_rep, scale=None):
+        if not isinstance(q, torch.Tensor):
+            raise TypeError(f"the order is (layer, k, v, q, n_rep), and q is {q!r}")
         scale = q.shape[-1] ** -0.5 if scale is None else scale  # the default, by name or by value
         self.calls.append(
             {"paged_attention": layer, "k": k, "v": v, "q": q, "n_rep": n_rep, "scale": scale}
         )
         return torch.arange(q.numel(), dtype=q.dtype).view(q.shape) / 100
+
+
+class AppendOnly:
+    """A cache of a class that the engine does not have. It has append and no paged_attention."""
+
+    seq_len = 0
+
+    def append(self, layer, k, v):
+        return k, v
 
 
 def _input(seq: int = SEQ) -> tuple:
@@ -70,6 +81,10 @@ def _in_steps(answer, cache, steps: list[int]) -> list:
     return [*outs, cache.seq_len]
 
 
+def _append_only(answer) -> torch.Tensor:
+    return answer(*_input(), CONFIG, AppendOnly(), 1)
+
+
 def _naive(answer, steps: list[int]) -> list:
     return _in_steps(answer, NaiveKVCache(CONFIG), steps)
 
@@ -77,18 +92,18 @@ def _naive(answer, steps: list[int]) -> list:
 class Counting(PagedKVCache):
     """The paged cache, with a count of the calls of paged_attention."""
 
-    asked = 0
+    calls = 0
 
     def paged_attention(self, *args, **kwargs):
-        self.asked += 1
+        self.calls += 1
         return super().paged_attention(*args, **kwargs)
 
 
 def _paged(answer, steps: list[int]) -> list:
     pool = KVPool(CONFIG, num_blocks=6, block_size=4, poison=True)
-    pool.allocator.allocate()  # somebody else's
+    pool.allocator.allocate()  # the block of another sequence
     cache = Counting(pool)
-    return [*_in_steps(answer, cache, steps), {"asked": cache.asked}]
+    return [*_in_steps(answer, cache, steps), {"calls of paged_attention": cache.calls}]
 
 
 def _calls(answer, index: int) -> list:
@@ -97,13 +112,13 @@ def _calls(answer, index: int) -> list:
     return [[*sorted(call), call.get("paged_attention")] for call in spy.calls]
 
 
-def _handed_over(answer) -> list:
+def _arguments(answer) -> list:
     spy = Spy()
     answer(*_input(), CONFIG, spy, 1)
     return spy.calls
 
 
-def _handed_back(answer) -> torch.Tensor:
+def _result_used(answer) -> torch.Tensor:
     return answer(*_input(), CONFIG, Spy(), 1)
 
 
@@ -115,17 +130,18 @@ def _cases() -> list[Case]:
         case("no cache", "none", _none),
         case("no cache, in a model with q_norm and k_norm", "norms", _qwen3),
         case("a contiguous cache: 5 tokens, then 1, then 1", "naive", _naive, [5, 1, 1]),
+        case("a cache of another class, with append alone", "ask", _append_only),
         case("a spy: the calls that layer 2 makes", "ask", _calls, 2),
         case("a spy: the layer, if index is left out", "hand", _index_left_out),
-        case("a spy: the arguments of layer 1", "hand", _handed_over),
-        case("a spy: its result goes to o_proj unchanged", "back", _handed_back),
+        case("a spy: the arguments of layer 1", "hand", _arguments),
+        case("a spy: its result goes to o_proj unchanged", "back", _result_used),
         case("a paged cache: 6 tokens at once", "ask", _paged, [6]),
         case("a paged cache: 5 tokens, then 1, then 3", "ask", _paged, [5, 1, 3]),
     ]
 
 
 def _right(x, layer, cos, sin, config, cache=None, index=0, *, attend) -> torch.Tensor:
-    """Everything but the three ways to attend."""
+    """The given code, with `attend` for the part to write."""
     q = _heads(_linear(x, layer, "self_attn.q_proj"), config.n_q)
     k = _heads(_linear(x, layer, "self_attn.k_proj"), config.n_kv)
     v = _heads(_linear(x, layer, "self_attn.v_proj"), config.n_kv)
@@ -137,14 +153,14 @@ def _right(x, layer, cos, sin, config, cache=None, index=0, *, attend) -> torch.
     return _linear(out.transpose(1, 2).flatten(2), layer, "self_attn.o_proj")
 
 
-def _wrong(why: str):
-    """`@_wrong(why)` over a way to attend: the whole function with that in its middle."""
+def _wrong(why: str, hints: str | None = None):
+    """`@_wrong(why)` over the part to write: makes the whole function from that part."""
 
     def build(attend):
         def answer(x, layer, cos, sin, config, cache=None, index=0):
             return _right(x, layer, cos, sin, config, cache, index, attend=attend)
 
-        return wrong(why)(answer)
+        return wrong(why, hints)(answer)
 
     return build
 
@@ -154,7 +170,7 @@ def _other(q, k, v, cache, index):
     return sdpa(q, k, v) if cache is None else sdpa(q, *cache.append(index, k, v))
 
 
-def _asked(cache) -> bool:
+def _attends(cache) -> bool:
     return hasattr(cache, "paged_attention")
 
 
@@ -162,7 +178,7 @@ def _asked(cache) -> bool:
     "paged_attention is never called: the keys and values are gathered by append, as on Day 11. "
     "Call cache.paged_attention if the cache has it."
 )
-def _never_asks(q, k, v, config, cache, index):
+def _never_calls(q, k, v, config, cache, index):
     return _other(q, k, v, cache, index)
 
 
@@ -177,11 +193,32 @@ def _by_class(q, k, v, config, cache, index):
 
 
 @_wrong(
+    "It tests the class: every cache but NaiveKVCache is expected to have a paged_attention. A "
+    "cache of any class can lack it, and then needs append: use hasattr."
+)
+def _by_naive_class(q, k, v, config, cache, index):
+    if cache is None or isinstance(cache, NaiveKVCache):
+        return _other(q, k, v, cache, index)
+    return cache.paged_attention(index, k, v, q, config.n_rep)
+
+
+@_wrong(
+    "append is called after paged_attention, and its result replaces the output. Both write, so "
+    "the step is written twice. Call one or the other: use elif and else.",
+    hints="ask",
+)
+def _appends_after(q, k, v, config, cache, index):
+    if _attends(cache):
+        cache.paged_attention(index, k, v, q, config.n_rep)
+    return _other(q, k, v, cache, index)
+
+
+@_wrong(
     "append is called before paged_attention, which writes too: the step is written twice, and in "
     "the last layer the length moves twice. Call one or the other."
 )
 def _writes_twice(q, k, v, config, cache, index):
-    if _asked(cache):
+    if _attends(cache):
         cache.append(index, k, v)
         return cache.paged_attention(index, k, v, q, config.n_rep)
     return _other(q, k, v, cache, index)
@@ -190,7 +227,7 @@ def _writes_twice(q, k, v, config, cache, index):
 @_wrong(
     "paged_attention is called on every cache. NaiveKVCache does not have it: use append there."
 )
-def _asks_everybody(q, k, v, config, cache, index):
+def _calls_always(q, k, v, config, cache, index):
     if cache is not None:
         return cache.paged_attention(index, k, v, q, config.n_rep)
     return sdpa(q, k, v)
@@ -198,14 +235,17 @@ def _asks_everybody(q, k, v, config, cache, index):
 
 @_wrong("The branch for no cache is missing: if cache is None, call sdpa(q, k, v).")
 def _none_forgotten(q, k, v, config, cache, index):
-    if _asked(cache):
+    if _attends(cache):
         return cache.paged_attention(index, k, v, q, config.n_rep)
     return sdpa(q, *cache.append(index, k, v))
 
 
-@_wrong("Every layer passes layer 0. Pass `index`: each layer has its own keys and values.")
+@_wrong(
+    "Every layer passes layer 0. Pass `index`: each layer has its own keys and values.",
+    hints="hand",
+)
 def _layer_zero(q, k, v, config, cache, index):
-    if _asked(cache):
+    if _attends(cache):
         return cache.paged_attention(0, k, v, q, config.n_rep)
     return _other(q, k, v, cache, index)
 
@@ -215,31 +255,42 @@ def _layer_zero(q, k, v, config, cache, index):
     "config.n_rep, which is n_q // n_kv."
 )
 def _n_q(q, k, v, config, cache, index):
-    if _asked(cache):
+    if _attends(cache):
         return cache.paged_attention(index, k, v, q, config.n_q)
     return _other(q, k, v, cache, index)
 
 
 @_wrong("n_kv is passed as n_rep. n_rep is n_q // n_kv: config.n_rep.")
 def _n_kv(q, k, v, config, cache, index):
-    if _asked(cache):
+    if _attends(cache):
         return cache.paged_attention(index, k, v, q, config.n_kv)
     return _other(q, k, v, cache, index)
 
 
 @_wrong("Keys and values have changed places: the order is layer, k, v, q, n_rep.")
 def _swapped(q, k, v, config, cache, index):
-    if _asked(cache):
+    if _attends(cache):
         return cache.paged_attention(index, v, k, q, config.n_rep)
     return _other(q, k, v, cache, index)
 
 
 @_wrong(
-    "q comes first here. The order is layer, k, v, q, n_rep: the new keys and values come first."
+    "q comes first here. The order is layer, k, v, q, n_rep: the new keys and values come first.",
+    hints="hand",
 )
 def _q_first(q, k, v, config, cache, index):
-    if _asked(cache):
+    if _attends(cache):
         return cache.paged_attention(index, q, k, v, config.n_rep)
+    return _other(q, k, v, cache, index)
+
+
+@_wrong(
+    "The layer is the first argument, not the fourth. The order is layer, k, v, q, n_rep.",
+    hints="hand",
+)
+def _layer_late(q, k, v, config, cache, index):
+    if _attends(cache):
+        return cache.paged_attention(q, k, v, index, config.n_rep)
     return _other(q, k, v, cache, index)
 
 
@@ -248,7 +299,7 @@ def _q_first(q, k, v, config, cache, index):
     "scale to its default."
 )
 def _scaled_before(q, k, v, config, cache, index):
-    if _asked(cache):
+    if _attends(cache):
         return cache.paged_attention(index, k, v, q * config.head_dim**-0.5, config.n_rep)
     return _other(q, k, v, cache, index)
 
@@ -258,7 +309,7 @@ def _scaled_before(q, k, v, config, cache, index):
     "result is the output of attention: use it."
 )
 def _thrown_away(q, k, v, config, cache, index):
-    if _asked(cache):
+    if _attends(cache):
         cache.paged_attention(index, k, v, q, config.n_rep)
         return sdpa(q, k, v)
     return _other(q, k, v, cache, index)
@@ -266,7 +317,7 @@ def _thrown_away(q, k, v, config, cache, index):
 
 @_wrong("sdpa runs over the result again. The result is the output of attention, not a query.")
 def _attends_again(q, k, v, config, cache, index):
-    if _asked(cache):
+    if _attends(cache):
         return sdpa(cache.paged_attention(index, k, v, q, config.n_rep), k, v)
     return _other(q, k, v, cache, index)
 
@@ -277,7 +328,7 @@ GQA_ATTENTION = Exercise(
     hints={
         "none": (
             "What happened on Day 6, when there was no cache at all?",
-            "Without a cache the new keys are all the keys there are.",
+            "Without a cache, this step's keys and values are all that there are: sdpa over them.",
             "if cache is None: out = sdpa(q, k, v)",
         ),
         "norms": (
@@ -293,8 +344,8 @@ GQA_ATTENTION = Exercise(
         ),
         "ask": (
             "How do you test for a method without naming the class?",
-            'hasattr(cache, "paged_attention"). Call that once and nothing else; it writes k, v '
-            "too.",
+            'hasattr(cache, "paged_attention"). Call paged_attention once, and do not call append: '
+            "paged_attention writes k and v too.",
             'elif hasattr(cache, "paged_attention"): '
             "out = cache.paged_attention(index, k, v, q, config.n_rep)",
         ),
@@ -312,8 +363,9 @@ GQA_ATTENTION = Exercise(
     },
     target="nanoserve.layers:gqa_attention",
     wrong=(
-        _never_asks, _by_class, _writes_twice, _asks_everybody, _none_forgotten, _layer_zero, _n_q,
-        _n_kv, _swapped, _q_first, _scaled_before, _thrown_away, _attends_again,
+        _never_calls, _by_class, _by_naive_class, _writes_twice, _appends_after, _calls_always,
+        _none_forgotten, _layer_zero, _n_q, _n_kv, _swapped, _q_first, _layer_late, _scaled_before,
+        _thrown_away, _attends_again,
     ),
 )  # fmt: skip
 

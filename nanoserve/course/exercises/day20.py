@@ -8,7 +8,7 @@ from nanoserve.config import ModelConfig
 from nanoserve.course.exercise import Case, Exercise, wrong
 from nanoserve.course.exercises.day01 import SMOLLM2, TINY
 
-CONFIG: ModelConfig = replace(TINY, n_q=6, n_kv=2, head_dim=8, hidden_size=20, num_layers=3)
+CONFIG: ModelConfig = replace(TINY, n_q=6, n_kv=2, head_dim=8, hidden_size=20, num_layers=7)
 
 
 def bytes_of_a_read(config: ModelConfig, kv_len: int, dtype: torch.dtype, gathered: bool) -> int:
@@ -39,6 +39,14 @@ def _one_copy(config, kv_len, dtype, gathered):
     return (3 if gathered else 1) * bytes_of_a_read(config, kv_len, dtype, False)
 
 
+@wrong(
+    "One read and one write are counted. There are two copies, each a read and a write, and then "
+    "attention reads the last copy."
+)
+def _one_read_one_write(config, kv_len, dtype, gathered):
+    return (2 if gathered else 1) * bytes_of_a_read(config, kv_len, dtype, False)
+
+
 @wrong("Both variants are counted as copies. In place, K and V move once.")
 def _always_copied(config, kv_len, dtype, gathered):
     return bytes_of_a_read(config, kv_len, dtype, True)
@@ -64,7 +72,7 @@ def _all_layers(config, kv_len, dtype, gathered):
     return bytes_of_a_read(config, kv_len, dtype, gathered) * config.num_layers
 
 
-@wrong("These are numbers, not bytes: multiply by dtype.itemsize.")
+@wrong("These are numbers, not bytes: multiply by dtype.itemsize.", hints="dtype")
 def _numbers(config, kv_len, dtype, gathered):
     return bytes_of_a_read(config, kv_len, dtype, gathered) // dtype.itemsize
 
@@ -117,8 +125,8 @@ BYTES_OF_A_READ = Exercise(
     },
     solution=bytes_of_a_read,
     wrong=(
-        _copy_forgotten, _copy_not_read, _one_copy, _always_copied, _keys_only, _query_heads,
-        _hidden_size, _all_layers, _numbers, _four_bytes, _whole_blocks,
+        _copy_forgotten, _copy_not_read, _one_copy, _one_read_one_write, _always_copied,
+        _keys_only, _query_heads, _hidden_size, _all_layers, _numbers, _four_bytes, _whole_blocks,
     ),
 )  # fmt: skip
 
@@ -162,8 +170,8 @@ REVIEW = (
         "place.",
     ),
     (
-        "Day 20. Both variants stay below the peak bandwidth. How much of the gap can the copies "
-        "explain?",
+        "Day 20. Suppose that both variants stay far below the peak bandwidth. How much of the gap "
+        "can the copies explain?",
         "A factor of 5 at most: K and V move five times instead of once. The rest is arithmetic, "
         "many small operations, and scattered rows.",
     ),

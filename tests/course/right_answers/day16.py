@@ -33,7 +33,7 @@ def token_by_token(self, layer, k, v):
 
 def head_by_head(self, layer, k, v):
     """Each KV head has its own column of the pool; nothing is transposed."""
-    if k.shape[0] > 1:
+    if k.shape[0] != 1:
         raise ValueError(f"a cache holds one sequence, not {k.shape[0]}")
     start, end = self.seq_len, self.seq_len + k.shape[2]
     self._map(end)

@@ -23,17 +23,14 @@ def slot_by_slot(self, table):
     table.free()
 
 
-def freed_first(self, table):
-    """Remembers the blocks, frees the table, then fills each block's slots."""
-    blocks = list(table.blocks)
-    table.free()
-    if not self._poison:
-        return
+def layer_by_layer(self, table):
+    """Fills each layer's part of each block, then frees the table."""
     size = self.allocator.block_size
-    for block in blocks:
+    for block in table.blocks if self._poison else []:
         for layer in range(len(self.k)):
             self.k[layer, block * size : block * size + size].fill_(torch.nan)
             self.v[layer, block * size : block * size + size].fill_(torch.nan)
+    table.free()
 
 
 # free --------------------------------------------------------------------------------------------
@@ -61,6 +58,6 @@ def forgets_first(self):
 
 
 RIGHT = {
-    "release": (block_views, slot_by_slot, freed_first),
+    "release": (block_views, slot_by_slot, layer_by_layer),
     "free": (released, only_if_owned, forgets_first),
 }
