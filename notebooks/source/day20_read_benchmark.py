@@ -46,9 +46,10 @@ today.picture("gather-against-fused")
 # not change afterwards. If you measure the baseline later, it is easy to make it look worse than it was.
 #
 # Day 13's rules hold: check the result first, let the variants take turns, know the peak bandwidth. Two rules
-# are new, because one layer's K and V are small, and its attention takes little time. **Read from memory**, not from the processor's cache: the K and V of a layer that was used a moment
-# ago may still be in the processor's cache, and then you measure the cache. And **compare every bit**: two
-# variants that compute the same sum must agree exactly.
+# are new, because one layer's K and V are small, and its attention takes little time. **Read from memory**,
+# not from the processor's cache: the K and V of a layer that was used a moment ago may still be in the
+# processor's cache, and then you measure the cache. And **compare every bit**: two variants that compute the
+# same sum must agree exactly.
 
 # %%
 today.glossary("baseline", "sweep", "memory traffic", "peak bandwidth", "bandwidth", "interleaved")
