@@ -187,8 +187,8 @@ def test_a_size_that_is_missing_or_no_positive_integer_is_named(key, value):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"num_key_value_heads": 4}, "num_key_value_heads must divide num_attention_heads 6, got 4"),
-        ({"num_key_value_heads": 12}, "num_key_value_heads must divide num_attention_heads 6, got 12"),
+        ({"num_key_value_heads": 4}, "num_key_value_heads must divide .* 6, got 4"),
+        ({"num_key_value_heads": 12}, "num_key_value_heads must divide .* 6, got 12"),
         ({"num_key_value_heads": 0}, "num_key_value_heads"),
         ({"hidden_size": 50}, "hidden_size 50 .* num_attention_heads 6"),
         ({"head_dim": 7}, "head_dim must be even .* 7"),
