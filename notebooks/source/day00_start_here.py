@@ -123,9 +123,10 @@ today.glossary()
 
 # %% tags=["nbval-ignore-output"]
 from nanoserve.cli import report
+from nanoserve.course.show import wrapped
 
 for key, value in report():
-    print(f"{key:<16} {value}")
+    print(wrapped(f"{key:<16} {value}"))
 
 assert "whole" in dict(report())["model"]
 

@@ -515,8 +515,8 @@ fig, ax = figure(
 )
 here = {
     "dispatched": ("the kernel, under tlsim", "tlsim", False, "above"),
-    "gather": ("gather", "contiguous", False, "above"),
-    "reference": ("reference", "oracle", True, "below"),
+    "gather": ("gather (grey: reference)", "contiguous", False, "below"),
+    "reference": ("", "oracle", True, "below"),
 }
 draw(ax, rows, bandwidth, here, "This machine's CPU")
 if guess := today.guess("cost"):
