@@ -27,8 +27,8 @@ MANY = settings(
     max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 ABSENT = object()
-# transformers 5.0 multiplies by a null factor and raises TypeError; 5.24 reads it as 1.
-NO_FACTOR = [None] if Version(transformers.__version__) >= Version("5.24") else []
+# transformers 5.0 fails on a null partial_rotary_factor or quantization_config; 5.24 accepts both.
+NULL = [None] if Version(transformers.__version__) >= Version("5.24") else []
 
 ROPE = {
     "rope_type": ["default", "llama3", "yarn", "linear", None, 3],
@@ -38,7 +38,7 @@ ROPE = {
     "low_freq_factor": [1.0, 2, 0, 4.0, None, -1.0],
     "high_freq_factor": [4.0, 8, 1.0, None, "4"],
     "original_max_position_embeddings": [16, 32, 16.0, 0, None, "16"],
-    "partial_rotary_factor": [1.0, 1, 0.5, "1", *NO_FACTOR],
+    "partial_rotary_factor": [1.0, 1, 0.5, "1", *NULL],
     "full_attention": [{"rope_type": "default", "rope_theta": 1e6}, None, 1],
     "mscale": [1.0],
 }
@@ -113,8 +113,8 @@ def valid(draw: st.DrawFn) -> dict:
         head_dim=[8, 14],
         eos_token_id=[None, 0, [2, 96]],
         bos_token_id=[None],
-        quantization_config=[None],
-        partial_rotary_factor=[1.0, *NO_FACTOR],
+        quantization_config=NULL,
+        partial_rotary_factor=[1.0, *NULL],
         torch_dtype=["bfloat16"],
         unknown=[{"a": [1, None]}],
     )
