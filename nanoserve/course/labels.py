@@ -224,7 +224,7 @@ def _in_margin(ax: Axes, box: Bbox) -> bool:
 
 def _box(text: Text, pad: float = PAD) -> Bbox:
     """The rectangle of a text, without the line that joins an annotation to its point."""
-    renderer = text.get_figure(root=True).canvas.get_renderer()
+    renderer = text.get_figure().canvas.get_renderer()
     if isinstance(text, Annotation):
         text.update_positions(renderer)
     return Text.get_window_extent(text, renderer).padded(pad)
