@@ -4,6 +4,7 @@ from itertools import pairwise
 
 import torch
 
+from nanoserve.course import drawings
 from nanoserve.course.exercise import Case, Exercise, wrong
 
 # sequences_of ------------------------------------------------------------------------------------
@@ -364,3 +365,5 @@ SLOTS_OF = Exercise(
 )  # fmt: skip
 
 EXERCISES = (SEQUENCES_OF, SLOTS_OF)
+
+WIDGETS = {"ragged-batch": drawings.ragged_batch}
