@@ -32,13 +32,16 @@ def load(pointer: Value, mask: Any = None, other: Any = None, **_) -> Value:
 def store(pointer: Value, value: Any, mask: Any = None, adds: bool = False, **_) -> None:
     """tl.store: write value's lanes to the pointers where the mask is true."""
     _, live = access("atomic_add" if adds else "store", pointer, mask)
-    flat, at, data = pointer.buffer.flat, pointer.lanes, fitting(pointer, value, "a value")
-    shape = (*current().programs.shape, *pointer.shape)
-    at, data = at.expand(shape).flatten(), data.to(flat.dtype).expand(shape).flatten()
+    flat, shape = pointer.buffer.flat, (*current().programs.shape, *pointer.shape)
+    data = fitting(pointer, value, "a value").to(flat.dtype)
+    at, data = (
+        x.flatten() if x.shape == shape else x.expand(shape).flatten()
+        for x in (pointer.lanes, data)
+    )
     if live is not None:
         lanes = live.expand(shape).flatten().nonzero().squeeze(1)
-        at, data = at[lanes], data[lanes]
-    flat.index_put_((at,), data, accumulate=adds)
+        at, data = at.index_select(0, lanes), data.index_select(0, lanes)
+    (flat.index_add_ if adds else flat.index_copy_)(0, at, data)
 
 
 @one_step
@@ -46,7 +49,8 @@ def take(flat: torch.Tensor, at: torch.Tensor, width: int, anywhere: bool) -> to
     """flat[at], or rows of `width` elements from `at` [.., 1]. With `anywhere`, offsets outside
     `flat` give any number: their lanes take no part."""
     last = len(flat) - width
-    if anywhere and width > 1 and (last < 0 or at.min() < 0 or at.max() > last):
+    low, high = map(int, at.aminmax()) if anywhere and width > 1 else (0, 0)
+    if low < 0 or high > last:
         at, width, last = Value(at, width=width).lanes, 1, len(flat) - 1  # rows partly inside
     if last < 0:
         return flat.new_zeros(()).expand(at.shape)
