@@ -132,17 +132,22 @@ class Recordings:
 
     def launch(self, grid: tuple[int, int, int], given: dict[str, Any]) -> None:
         """Replay a recording, or record the launch if none holds."""
-        names = self.kernel.source.globals()
+        names, inputs, tables, state = self.kernel.source.globals(), {}, [], []
         exact = [grid, options_now().wave, *map(id, names.values())]
-        for x in given.values():
-            exact += (x.dtype, x.device) if isinstance(x, torch.Tensor) else (type(x), x)
+        for name, x in given.items():
+            if isinstance(x, torch.Tensor):
+                inputs[name] = x
+                exact += (x.dtype, x.device)
+                if not x.dtype.is_floating_point:
+                    tables.append(x)
+                    state += (id(x), x._version)
+            else:
+                exact += (type(x), x)
         known = self.last[1] if exact == self.last[0] else self._find(exact, names, given)
         self.last = exact, known
-        inputs = {name: x for name, x in given.items() if isinstance(x, torch.Tensor)}
-        tables = [x for x in inputs.values() if not x.is_floating_point()]
-        inputs |= {name: given[name] for name in known.varying}
-        state = [*map(id, tables), *(x._version for x in tables)]
-        state += [repr(given[name]) for name in known.varying]
+        for name in known.varying:
+            inputs[name] = given[name]
+            state.append(repr(given[name]))
         for i, recording in enumerate(known.recordings):
             if recording.runs(inputs.values(), state, tables):
                 known.recordings.insert(0, known.recordings.pop(i))
