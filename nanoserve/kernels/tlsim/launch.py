@@ -36,7 +36,7 @@ class Kernel:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run this kernel inside another kernel, which calls it."""
         current()
-        return self.source.function()(*args, **kwargs)
+        return self.source.run(self._bind(args, kwargs))
 
     @torch.no_grad()
     def launch(self, grid: Any, *args: Any, **kwargs: Any) -> None:
@@ -75,11 +75,13 @@ class Kernel:
             if not isinstance(given[name], torch.Tensor | int | float | None):
                 kind = type(given[name]).__name__
                 raise TypeError(f"{self.__name__}: {name} must not be a {kind}")
-        function, options, accessed = self.source.function(), options_now(), {}
+        options, accessed = options_now(), {}
         for ids in waves(grid, options):
             with running(Wave(grid, tuple(part.to(*devices) for part in ids), options, accessed)):
                 numbers = {name: Value(inputs[name]) for name in inputs}
-                function(**{name: self._argument(name, x) for name, x in given.items()} | numbers)
+                self.source.run(
+                    {name: self._argument(name, x) for name, x in given.items()} | numbers
+                )
 
     def _argument(self, name: str, x: Any) -> Any:
         if x is None or name in self.constants:
