@@ -3,6 +3,8 @@
 Each kernel is compiled by Triton up to its first intermediate form, and run by tlsim with checks.
 """
 
+# ruff: noqa: SIM108
+
 import inspect
 import os
 
@@ -101,7 +103,7 @@ def a_branch_changes_a_name(out_ptr, n):
 @good
 def a_constant_condition_may_change_types(out_ptr):
     a = 1
-    if True:  # noqa: SIM108
+    if True:
         a = 1.5
     else:
         b = tl.arange(0, 12)  # noqa: F841
@@ -197,7 +199,7 @@ def a_name_of_the_other_branch(out_ptr, n):
     if n > 5:
         a = 1.0
     else:
-        tl.store(out_ptr, a)  # noqa: F821
+        tl.store(out_ptr, a)
 
 
 @bad
