@@ -84,7 +84,7 @@ def _accessed(flat: torch.Tensor, kind: str, writes: bool = False) -> torch.Tens
     nobody = torch.full((1,), NOBODY, device=flat.device)
     if place not in known and not writes:
         return nobody.expand(len(flat))
-    before = known.get(place, nobody[:0])
+    before = known.setdefault(place, nobody[:0])
     if len(before) < len(flat):  # the first access, or the first by a longer argument
         known[place] = torch.cat([before, nobody.expand(len(flat) - len(before))])
     return known[place]
