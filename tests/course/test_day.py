@@ -509,8 +509,8 @@ def test_pictures_and_data_are_found_or_named(today, tmp_path, monkeypatch, caps
 
 
 def test_a_day_that_does_not_exist_is_named():
-    with pytest.raises(CourseError, match="there is no day 32"):
-        day(32)
+    with pytest.raises(CourseError, match="there is no day 45"):
+        day(45)
 
 
 KERNEL_CELLS = (
@@ -616,8 +616,8 @@ def test_in_a_real_kernel_a_cell_run_too_early_points_at_the_cells_above(tmp_pat
     error, pointer = cells[1].outputs
     assert error.ename == "NameError"
     assert " ".join(pointer.data["text/plain"].split()) == (
-        "Another cell of this day defines `below`. That cell has not run since the kernel started. "
-        "Run the cells above first: Run → Run All Above Selected Cell."
+        "Another cell of this notebook defines `below`. That cell has not run since the kernel "
+        "started. Run the cells above first: Run → Run All Above Selected Cell."
     )
     for cell, kind in ((cells[2], "NameError"), (cells[3], "UnboundLocalError")):
         assert [output.get("ename") for output in cell.outputs] == [kind]

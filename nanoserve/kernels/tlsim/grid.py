@@ -1,12 +1,13 @@
-"""The programs that run side by side, the options of a run, and the errors of a kernel."""
+"""The options of a run, the programs that run side by side, and the errors of a kernel."""
 
 import linecache
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import TracebackType
 
 import torch
 
@@ -20,10 +21,12 @@ class Options:
     """Options of a run.
 
     order   "lockstep": all programs side by side; "serial": one by one, in random order
-    checks  refuse accesses outside a buffer, and stores of two programs to one address
+    checks  refuse wrong accesses; also run the code that no program runs, with all lanes off,
+            because Triton compiles it
     poison  also refuse a load of NaN
     seed    of the random order
-    wave    the largest number of programs that run side by side; it limits only the memory used
+    wave    about the largest number of programs that run side by side; it limits the memory used
+    replay  without checks: record a launch once, and then replay its torch calls
     """
 
     order: str = "lockstep"
@@ -31,12 +34,15 @@ class Options:
     poison: bool = False
     seed: int = 0
     wave: int = 1024
+    replay: bool = False
 
     def __post_init__(self) -> None:
         if self.order not in ("lockstep", "serial"):
             raise ValueError(f'order must be "lockstep" or "serial", got {self.order!r}')
         if self.wave < 1:
             raise ValueError(f"wave must be at least 1, got {self.wave}")
+        if self.replay and (self.checks or self.poison or self.order != "lockstep"):
+            raise ValueError("replay=True needs checks=False, poison=False and the lockstep order")
 
 
 @dataclass
@@ -46,8 +52,8 @@ class Wave:
     grid: tuple[int, int, int]
     ids: tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # int32 [x, 1, 1], [1, y, 1], [1, 1, z]
     options: Options
-    writers: dict[tuple[int, int], torch.Tensor]  # by buffer: each element's last writer, or -1
-    active: torch.Tensor | None = None  # [x, y, z], programs still in the loop; None: all
+    accessed: dict = field(default_factory=dict)  # for the sanitizer, shared by a launch's waves
+    active: torch.Tensor | None = None  # [x, y, z] or size 1: programs that run; None: all
 
     @property
     def programs(self) -> torch.Tensor:
@@ -55,15 +61,20 @@ class Wave:
         x, y, z = (ids.long() for ids in self.ids)
         return x + self.grid[0] * (y + self.grid[1] * z)
 
+    @property
+    def off(self) -> bool:
+        """Whether no program runs: the code runs only to be checked."""
+        return self.options.checks and self.active is not None and not self.active.any()
 
-_options: ContextVar[Options] = ContextVar("options")
+
+_options: ContextVar[Options] = ContextVar("options", default=Options())
 _wave: ContextVar[Wave] = ContextVar("wave")
 
 
 @contextmanager
 def options(**changes: object) -> Iterator[Options]:
     """Launch kernels with changed Options inside a `with` block; `changes` are fields."""
-    token = _options.set(replace(_options.get(Options()), **changes))
+    token = _options.set(replace(_options.get(), **changes))
     try:
         yield _options.get()
     finally:
@@ -78,12 +89,31 @@ def current() -> Wave:
     return wave
 
 
-def kernel_line() -> tuple[str, int]:
+@contextmanager
+def running(wave: Wave) -> Iterator[None]:
+    """Run a kernel for a wave. An error of Python or torch becomes one with the kernel's line."""
+    token = _wave.set(wave)
+    try:
+        yield
+    except KernelError:
+        raise
+    except Exception as error:
+        name = "" if isinstance(error, RuntimeError) else f"{type(error).__name__}: "
+        raise fault(f"{name}{error}", at=error.__traceback__) from error
+    finally:
+        _wave.reset(token)
+
+
+def kernel_line(at: TracebackType | None = None) -> tuple[str, int]:
     """File and line of the running kernel, from the innermost frame that tlsim compiled."""
-    frame = sys._getframe(1)
-    while frame and "__tlsim__" not in frame.f_globals:
+    found, frame = None, sys._getframe(1)
+    while at:
+        found = (at.tb_frame, at.tb_lineno) if "__tlsim__" in at.tb_frame.f_globals else found
+        at = at.tb_next
+    while not found and frame:
+        found = (frame, frame.f_lineno) if "__tlsim__" in frame.f_globals else None
         frame = frame.f_back
-    return (frame.f_code.co_filename, frame.f_lineno) if frame else ("no kernel", 0)
+    return (found[0].f_code.co_filename, found[1]) if found else ("no kernel", 0)
 
 
 def source_name(file: str) -> str:
@@ -91,9 +121,14 @@ def source_name(file: str) -> str:
     return "cell" if "ipykernel" in file or file.startswith("<") else Path(file).name
 
 
-def fault(what: str, program: int | None = None, lane: tuple[int, ...] = ()) -> KernelError:
+def fault(
+    what: str,
+    program: int | None = None,
+    lane: tuple[int, ...] = (),
+    at: TracebackType | None = None,
+) -> KernelError:
     """A KernelError that names the kernel's line and, if given, a program and a lane."""
-    file, line = kernel_line()
+    file, line = kernel_line(at)
     where = f"{source_name(file)}, line {line}"
     if program is not None:
         x, y, z = current().grid
