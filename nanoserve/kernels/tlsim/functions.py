@@ -30,7 +30,7 @@ def _elementwise(op: Callable, *operands: Operand) -> Value:
     return combine(op, *paired(*(widened(v) if v.dtype == torch.bfloat16 else v for v in (x, y))))
 
 
-def abs(x: Operand) -> Value:
+def absolute(x: Operand) -> Value:
     """The absolute value."""
     return combine(torch.abs, as_value(x))
 

@@ -8,7 +8,9 @@ import torch
 
 from nanoserve.kernels.tlsim.atomics import atomic_add
 from nanoserve.kernels.tlsim.functions import (
-    abs,
+    absolute as abs,
+)
+from nanoserve.kernels.tlsim.functions import (
     broadcast_to,
     cdiv,
     ceil,
@@ -28,16 +30,19 @@ from nanoserve.kernels.tlsim.functions import (
     where,
 )
 from nanoserve.kernels.tlsim.grid import fault
-from nanoserve.kernels.tlsim.loops import Range
+from nanoserve.kernels.tlsim.loops import Range as range
 from nanoserve.kernels.tlsim.memory import load, store
 from nanoserve.kernels.tlsim.programs import arange, full, num_programs, program_id, zeros
-from nanoserve.kernels.tlsim.reductions import dot, max, min, sum
+from nanoserve.kernels.tlsim.reductions import dot
+from nanoserve.kernels.tlsim.reductions import reduce_max as max
+from nanoserve.kernels.tlsim.reductions import reduce_min as min
+from nanoserve.kernels.tlsim.reductions import reduce_sum as sum
 
 int1, int8, int16, int32, int64 = torch.bool, torch.int8, torch.int16, torch.int32, torch.int64
 uint8, float16, bfloat16 = torch.uint8, torch.float16, torch.bfloat16
 float32, float64 = torch.float32, torch.float64
 
-range, static_range = Range, builtins.range
+static_range = builtins.range
 math = sys.modules[__name__]  # tl.math.exp is tl.exp
 
 

@@ -1,6 +1,8 @@
-"""Reductions: one number from the lanes of an axis; and the matrix product."""
+"""Reductions: one number from the lanes of an axis; and the matrix product.
 
-import builtins
+language.py imports these under Triton's names. Here their names do not hide Python's functions.
+"""
+
 from collections.abc import Callable
 
 import torch
@@ -9,13 +11,13 @@ from nanoserve.kernels.tlsim.grid import fault
 from nanoserve.kernels.tlsim.values import Value
 
 
-def sum(x: Value, axis: int | None = None, keep_dims: bool = False) -> Value:
+def reduce_sum(x: Value, axis: int | None = None, keep_dims: bool = False) -> Value:
     """The sum over an axis, or over all axes; short integers are summed in 32 bits."""
     x = x if x.dtype.is_floating_point else widened(x)
     return _reduce(lambda data, axes: data.sum(axes, dtype=x.dtype), x, axis, keep_dims)
 
 
-def max(x: Value, axis: int | None = None, keep_dims: bool = False) -> Value:
+def reduce_max(x: Value, axis: int | None = None, keep_dims: bool = False) -> Value:
     """The largest lane along an axis, or of all lanes, in 32 bits at least.
 
     The result is NaN if a lane is NaN. A GPU ignores NaN lanes instead.
@@ -23,8 +25,8 @@ def max(x: Value, axis: int | None = None, keep_dims: bool = False) -> Value:
     return _reduce(torch.amax, widened(x), axis, keep_dims)
 
 
-def min(x: Value, axis: int | None = None, keep_dims: bool = False) -> Value:
-    """The smallest lane along an axis, or of all lanes, in 32 bits at least; NaN as in max."""
+def reduce_min(x: Value, axis: int | None = None, keep_dims: bool = False) -> Value:
+    """The smallest lane along an axis, or of all lanes; dtype and NaN as for reduce_max."""
     return _reduce(torch.amin, widened(x), axis, keep_dims)
 
 
@@ -38,7 +40,7 @@ def _reduce(op: Callable, x: Value, axis: int | None, keep_dims: bool) -> Value:
     rank = len(x.shape)
     if not rank or not (axis is None or -rank <= axis < rank):
         raise fault(f"a block of shape {list(x.shape)} has no axis {axis}")
-    axes = builtins.range(rank) if axis is None else (axis % rank,)
+    axes = range(rank) if axis is None else (axis % rank,)
     out = op(x.lanes, [3 + i for i in axes])
     for i in axes if keep_dims else ():
         out = out.unsqueeze(3 + i)
