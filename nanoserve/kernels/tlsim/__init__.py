@@ -12,25 +12,19 @@
 
 The core, which Days 21 and 22 build:
 
-    values.py      numbers, blocks and pointers of all programs at once
-    memory.py      load and store
-    programs.py    program ids and the first blocks
-    launch.py      a kernel on a grid
-    reductions.py  sum, max, min, dot
-    functions.py   functions lane by lane; changes of shape
-    loops.py       loops whose bounds differ by program
+    values.py    numbers, blocks and pointers of all programs at once
+    memory.py    load and store
+    language.py  program ids, blocks, reductions, functions: the names of triton.language
+    launch.py    a kernel on a grid
+    loops.py     loops whose bounds differ by program
 
 Around it, in the appendix:
 
-    grid.py        options, waves of programs, errors with the kernel's line
-    rules.py       Triton's rules of dtypes, shapes and conditions
-    source.py      reads a kernel's source and binds its names
-    branches.py    if, while and the ternary, checked as Triton compiles them
-    sanitizer.py   bounds, races, poison
-    tracing.py     the trace
-    atomics.py     atomic_add
-    replay.py      capture and replay
-    language.py    the names of triton.language
+    grid.py      options, waves of programs, errors with the kernel's line
+    rules.py     Triton's rules of dtypes, shapes and conditions
+    source.py    reads a kernel's source, binds its names, and checks `if` and `while`
+    accesses.py  the sanitizer and the trace
+    replay.py    capture and replay
 
 Values and dtypes are Triton's (tests/interpreted compares them), with these deliberate differences:
 
@@ -38,26 +32,19 @@ Values and dtypes are Triton's (tests/interpreted compares them), with these del
 - tl.max and tl.min return NaN if an element is NaN.
 - tl.dot never rounds its operands to TF32.
 - A mask must broadcast to the shape of the pointers.
+- tl.atomic_add returns nothing: the numbers before depend on the order of the programs.
+- The index of a loop ends with the loop. Triton accepts it later, and gives an undefined number.
 - In lockstep, `if`, `while`, `and` and `or` refuse a condition that depends on the program.
 
 Not supported: block pointers, tensor descriptors, scans, sorts and random numbers.
 """
 
-from nanoserve.kernels.sizes import next_power_of_2
-from nanoserve.kernels.tlsim import language
-from nanoserve.kernels.tlsim.grid import KernelError, options
-from nanoserve.kernels.tlsim.language import cdiv
-from nanoserve.kernels.tlsim.launch import jit
-from nanoserve.kernels.tlsim.tracing import Access, Trace, trace
-
-__all__ = [
-    "Access",
-    "KernelError",
-    "Trace",
-    "cdiv",
-    "jit",
-    "language",
-    "next_power_of_2",
-    "options",
-    "trace",
-]
+from nanoserve.kernels.sizes import next_power_of_2 as next_power_of_2
+from nanoserve.kernels.tlsim import language as language
+from nanoserve.kernels.tlsim.accesses import Access as Access
+from nanoserve.kernels.tlsim.accesses import Trace as Trace
+from nanoserve.kernels.tlsim.accesses import trace as trace
+from nanoserve.kernels.tlsim.grid import KernelError as KernelError
+from nanoserve.kernels.tlsim.grid import options as options
+from nanoserve.kernels.tlsim.language import cdiv as cdiv
+from nanoserve.kernels.tlsim.launch import jit as jit

@@ -7,23 +7,13 @@ from typing import Any
 
 import torch
 
-from nanoserve.kernels.tlsim.grid import Options, Wave, _options, current, running
+from nanoserve.kernels.tlsim.grid import Options, Wave, current, options_now, running
 from nanoserve.kernels.tlsim.replay import Recordings
+from nanoserve.kernels.tlsim.rules import One
 from nanoserve.kernels.tlsim.source import Source, translate
 from nanoserve.kernels.tlsim.values import Value, as_value, flattened, pointer
 
 HINTS = {"num_warps", "num_stages", "num_ctas", "maxnreg"}  # for a compiler: accepted and ignored
-ARGUMENTS = (torch.Tensor, int, float, Value)
-
-
-class One(int):
-    """An integer argument equal to 1: Triton compiles it as a constant."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
-            f"an integer argument equal to 1 is a constant in Triton, and has no .{name}: "
-            "this kernel would fail only when the argument is 1"
-        )
 
 
 class Kernel:
@@ -34,12 +24,15 @@ class Kernel:
             fn = fn.fn
         self.fn = fn
         update_wrapper(self, fn)
-        self.signature, self.source = inspect.signature(fn), Source(fn)
+        self.signature, self.source, self.recordings = (
+            inspect.signature(fn),
+            Source(fn),
+            Recordings(self),
+        )
         kinds = ((name, p.annotation) for name, p in self.signature.parameters.items())
-        self.constant = {
-            name: getattr(k, "__name__", str(k)).endswith("constexpr") for name, k in kinds
+        self.constants = {
+            n for n, k in kinds if getattr(k, "__name__", str(k)).endswith("constexpr")
         }
-        self.recordings = Recordings(self)
 
     def __getitem__(self, grid: Any) -> Callable:
         return partial(self.launch, grid)
@@ -57,66 +50,58 @@ class Kernel:
         parameters stay as they are. Raises TypeError for arguments that do not fit the signature,
         ValueError for a wrong grid or several devices, and KernelError for an error in the kernel.
         """
-        given = {**dict(zip(self.constant, args, strict=False)), **kwargs}
-        if given.keys() != self.constant.keys() or len(given) != len(args) + len(kwargs):
-            given = self._bind(args, kwargs)
-        grid = grid(given) if callable(grid) else grid
-        grid = (grid,) if isinstance(grid, int) else grid
-        sizes = isinstance(grid, tuple) and all(isinstance(n, int) and n >= 0 for n in grid)
-        if not sizes or not 1 <= len(grid) <= 3:
-            raise ValueError(f"{self.__name__}: a grid must be one to three sizes, got {grid}")
-        grid, options = (*grid, 1, 1)[:3], _options.get()
-        if options.replay:
-            self.recordings.launch(grid, given, options)
-        else:
-            self.run(grid, given, options)
-
-    def _bind(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
         kwargs = {name: x for name, x in kwargs.items() if name not in HINTS}
         try:
             bound = self.signature.bind(*args, **kwargs)
         except TypeError as error:
             raise TypeError(f"{self.__name__}: {error}") from None
         bound.apply_defaults()
-        return bound.arguments
+        given = bound.arguments
+        grid = grid(given) if callable(grid) else grid
+        grid = (grid,) if isinstance(grid, int) else grid
+        sizes = isinstance(grid, tuple) and all(isinstance(n, int) and n >= 0 for n in grid)
+        if not sizes or not 1 <= len(grid) <= 3:
+            raise ValueError(f"{self.__name__}: a grid must be one to three sizes, got {grid}")
+        run = self.recordings.launch if options_now().replays else self.run
+        run((*grid, 1, 1)[:3], given)
 
-    def run(self, grid: tuple[int, int, int], given: dict[str, Any], options: Options) -> None:
+    def run(self, grid: tuple[int, int, int], given: dict[str, Any]) -> None:
         """Run the kernel for each wave of the grid's programs."""
         devices = {x.device for x in given.values() if isinstance(x, torch.Tensor)}
         if len(devices) > 1:
             raise ValueError(f"{self.__name__}: needs one device, got {sorted(map(str, devices))}")
         for name, x in given.items():
-            if not (self.constant[name] or x is None or isinstance(x, ARGUMENTS)):
+            if not (name in self.constants or x is None or isinstance(x, ARGUMENTS)):
                 raise TypeError(f"{self.__name__}: {name} must not be a {type(x).__name__}")
         function, accessed = self.source.function(), {}
-        for ids in waves(grid, options):
-            ids = tuple(part.to(*devices) for part in ids)
-            with running(Wave(grid, ids, options, accessed)):
+        for ids in waves(grid, options_now()):
+            wave = Wave(grid, tuple(part.to(*devices) for part in ids), options_now(), accessed)
+            with running(wave):
                 function(**{name: self._argument(name, x) for name, x in given.items()})
 
     def _argument(self, name: str, x: Any) -> Any:
-        if x is None or self.constant[name]:
+        if x is None or name in self.constants:
             return translate(x)
         if isinstance(x, torch.Tensor):
             return pointer(name, flattened(x))
-        if isinstance(x, Value):
-            return x
-        return One(1) if x is not True and x == 1 and isinstance(x, int) else as_value(x)
+        return One(1) if type(x) is int and x == 1 else as_value(x)
+
+
+ARGUMENTS = (torch.Tensor, int, float, Value)
 
 
 def waves(grid: tuple[int, int, int], options: Options) -> Iterator[tuple[torch.Tensor, ...]]:
     """The ids of each wave's programs, in the form of Wave.ids. Waves cut the longest axis."""
-    x, y, z = grid
+    (x, y, _), size = grid, grid[0] * grid[1] * grid[2]
     if options.order == "serial":
         shuffled = torch.Generator().manual_seed(options.seed)
-        for program in torch.randperm(x * y * z, generator=shuffled).tolist():
+        for program in torch.randperm(size, generator=shuffled).tolist():
             place = (program % x, program // x % y, program // (x * y))
             yield tuple(torch.full((1, 1, 1), i, dtype=torch.int32) for i in place)
-    elif x * y * z:
-        size, axis = max(grid), grid.index(max(grid))
+    elif size:
         i, j, k = (torch.arange(n, dtype=torch.int32) for n in grid)
-        ids = [i.view(-1, 1, 1), j.view(1, -1, 1), k.view(1, 1, -1)]
-        for part in ids[axis].split(max(1, options.wave * size // (x * y * z)), axis):
+        ids, axis = [i.view(-1, 1, 1), j.view(1, -1, 1), k.view(1, 1, -1)], grid.index(max(grid))
+        for part in ids[axis].split(max(1, options.wave * max(grid) // size), axis):
             yield *ids[:axis], part, *ids[axis + 1 :]
 
 

@@ -1,27 +1,88 @@
-"""Read a kernel's source, refuse what Triton refuses, and bind its names to tlsim."""
+"""Read a kernel's source, bind its names to tlsim, and check `if` and `while` as Triton does."""
 
 import ast
 import inspect
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 
 from nanoserve.kernels.sizes import next_power_of_2
-from nanoserve.kernels.tlsim import branches, language
-from nanoserve.kernels.tlsim.grid import KernelError, source_name
-from nanoserve.kernels.tlsim.loops import Loop
-from nanoserve.kernels.tlsim.values import as_value
+from nanoserve.kernels.tlsim import language
+from nanoserve.kernels.tlsim.grid import KernelError, current, source_name
+from nanoserve.kernels.tlsim.loops import Loop, Region
+from nanoserve.kernels.tlsim.values import Value, as_value
 
-BUILTINS = {  # the built-in functions that a kernel may use
-    **{f.__name__: f for f in (len, list, float, int, isinstance, getattr, hasattr, print, locals)},
-    "range": language.range,
-    "min": language.minimum,
-    "max": language.maximum,
-}
+
+class If(Region):
+    """An `if`, or `a if c else b`. With checks, a condition that is known only when the kernel runs
+    makes the branch that is not taken run too, before the other one and with all programs off."""
+
+    where = "is {} before the if or in one branch, and {} after a branch"
+
+    def __iter__(self) -> Iterator[bool]:
+        taken, self.bound = bool(self.head), []
+        self.both = isinstance(self.head, Value) and current().options.checks
+        if self.both:
+            yield from self.off(not taken)
+        yield taken
+
+    def carry(self, names: list[str], now: dict[str, Any]) -> list[Any]:
+        """The names' values after a branch. What only the other branch has bound is not bound."""
+        self.bound.append({name for name in names if now.get(name) is not None} | {*self.values})
+        carried = super().carry(names, now) if self.both else [now.get(name) for name in names]
+        if self.both and len(self.bound) == 1:
+            carried = [x if n in self.values else None for n, x in zip(names, carried, strict=True)]
+            self.values |= {name: now[name] for name in self.bound[0] - {*self.values}}
+        return carried
+
+    def keeps(self, name: str) -> bool:
+        """Whether a name is bound after the `if`: before it, or in each branch that ran."""
+        return all(name in bound for bound in self.bound)
+
+
+class Exit(If):
+    """An `if` with a return in a branch: only the branch that is taken runs."""
+
+    def off(self, _: bool) -> Iterator[bool]:
+        return iter(())
+
+
+class While(Region):
+    """A `while`: all programs take the same number of turns. It runs at least once, as a Loop."""
+
+    def __iter__(self) -> Iterator[None]:
+        more = bool(self.head())
+        if not more and current().options.checks:
+            yield from self.off(None)
+        while more:
+            yield
+            more = bool(self.head())
+
+
+def select(condition: Any, then: Callable[[], Any], other: Callable[[], Any]) -> Any:
+    """`then() if condition else other()`."""
+    for taken in (region := If(condition, {})):
+        result = then() if taken else other()
+        result = as_value(result) if region.both else result
+        region.carry(["the result"], {"the result": result})
+    return result
+
+
+def named(x: Any) -> Any:
+    """The value that an assignment binds: a number becomes a tensor, unless it is tl.constexpr."""
+    if isinstance(x, tuple):
+        return tuple(map(named, x))
+    return as_value(x) if isinstance(x, int | float) else x
+
+
 REFUSED = {"Break", "Continue", "Try", "Raise", "With", "Lambda", "ClassDef", "Yield", "Import"}
+ALLOWED = (len, list, float, int, isinstance, getattr, hasattr, print, locals)
+BUILTINS = {f.__name__: f for f in ALLOWED} | {"range": language.range}
+BUILTINS |= {"min": language.minimum, "max": language.maximum}
+CONTROL = {f"__{x.__name__}": x for x in (Loop, While, If, Exit, select, named)}
 
 
 class Source:
@@ -33,8 +94,7 @@ class Source:
         except (OSError, TypeError):
             raise KernelError(f"{fn.__name__}: the source of this kernel cannot be read") from None
         tree, file = ast.parse(textwrap.dedent("".join(lines))), inspect.getsourcefile(fn)
-        ast.increment_lineno(tree, first - 1)
-        [function] = tree.body
+        function, self.fn = ast.increment_lineno(tree, first - 1).body[0], fn
         for node in ast.walk(function):
             kind = type(node).__name__
             inside = [type(n).__name__ for n in ast.walk(node)] if kind in ("For", "While") else []
@@ -42,110 +102,83 @@ class Source:
                 what = kind.lower() if kind in REFUSED else "return or else in a loop"
                 raise KernelError(f"{source_name(file)}, line {node.lineno}: Triton has no {what}")
         function.decorator_list, function.returns = [], None
-        for arg in ast.walk(function.args):
-            if isinstance(arg, ast.arg):
-                arg.annotation = None
+        for arg in (arg for arg in ast.walk(function.args) if isinstance(arg, ast.arg)):
+            arg.annotation = None
         names = {n.id for n in ast.walk(function) if isinstance(n, ast.Name)}
         self.names = names - {*fn.__code__.co_varnames, *fn.__code__.co_cellvars}  # its globals
-        self.fn, tree = fn, ast.fix_missing_locations(Rewrite().visit(tree))
-        self.code = compile(tree, file, "exec")
+        self.code = compile(ast.fix_missing_locations(Rewrite().visit(tree)), file, "exec")
 
     def globals(self) -> dict[str, Any]:
         """The present values of the globals that the kernel uses."""
-        closure = dict(zip(self.fn.__code__.co_freevars, self.fn.__closure__ or (), strict=True))
-        known = {name: cell.cell_contents for name, cell in closure.items()}
-        known |= {
-            name: self.fn.__globals__[name] for name in self.names & self.fn.__globals__.keys()
-        }
-        return known
+        cells, known = self.fn.__closure__ or (), self.fn.__globals__
+        known = {name: known[name] for name in self.names if name in known}
+        cells = zip(self.fn.__code__.co_freevars, cells, strict=True)
+        return known | {name: cell.cell_contents for name, cell in cells}
 
     def function(self) -> Callable:
         """The kernel as a Python function, with the present values of its globals."""
-        namespace = {"__tlsim__": True, "__builtins__": BUILTINS, **CONTROL}
+        space = {"__tlsim__": True, "__builtins__": BUILTINS, **CONTROL}
         for name, x in self.globals().items():
-            namespace[name] = translate(x, f"{self.fn.__name__} reads the global {name}")
-        exec(self.code, namespace)
-        return namespace[self.fn.__name__]
-
-
-def named(x: Any) -> Any:
-    """The value that an assignment binds: a number becomes a tensor, unless it is tl.constexpr."""
-    if isinstance(x, tuple):
-        return tuple(map(named, x))
-    return as_value(x) if isinstance(x, int | float) else x
-
-
-CONTROL = {
-    "__Loop": Loop,
-    "__If": branches.If,
-    "__While": branches.While,
-    "__select": branches.select,
-    "__named": named,
-}
+            space[name] = translate(x, f"{self.fn.__name__} reads the global {name}")
+        exec(self.code, space)
+        return space[self.fn.__name__]
 
 
 class Rewrite(ast.NodeTransformer):
-    """Rewrite a kernel's control flow. `for i in range(n): body` becomes
+    """Rewrite a kernel's control flow as loops over regions. `for i in range(n): body` becomes
 
     region = __Loop(range(n), locals())
     for i in region:
         body
-        a, b, i = region.carry(("a", "b", "i"), locals())
-    if not region.keeps("a"): a = None; del a  # and the same for b and i
+        [a, i] = region.carry(["a", "i"], locals())
+    if not region.keeps("a"): a = None; del a  # and the same for i
     """
 
     def visit_Assign(self, node: ast.Assign) -> ast.Assign:
-        self.generic_visit(node)
-        node.value = ast.Call(ast.Name("__named", ast.Load()), [node.value], [])
-        return node
+        node.value = _call("named", node.value)
+        return self.generic_visit(node)
 
     def visit_IfExp(self, node: ast.IfExp) -> ast.expr:
-        self.generic_visit(node)
-        then, other = (ast.Lambda(_NO_ARGUMENTS, x) for x in (node.body, node.orelse))
-        return ast.Call(ast.Name("__select", ast.Load()), [node.test, then, other], [])
+        then, other = _function(node.body), _function(node.orelse)
+        return self.generic_visit(_call("select", node.test, then, other))
 
     def visit_For(self, node: ast.For) -> Any:
-        bounds = ast.unparse(node.iter)
-        if bounds.partition("(")[0].endswith("static_range"):
+        if ast.unparse(node.iter).partition("(")[0].endswith("static_range"):
             return self.generic_visit(node)  # unrolled: i is a plain number
-        return self._region(node, "__Loop({iter}, locals())", iter=node.iter)
+        return self._region(node, "Loop", node.iter, ast.unparse(node.target), node.body)
 
     def visit_While(self, node: ast.While) -> Any:
-        return self._region(node, "__While(locals())")
+        return self._region(node, "While", _function(node.test), "__turn", node.body)
 
     def visit_If(self, node: ast.If) -> Any:
-        both = not any(isinstance(n, ast.Return) for n in ast.walk(node))
-        return self._region(node, f"__If({{test}}, locals(), {both})", test=node.test)
+        kind = "Exit" if any(isinstance(n, ast.Return) for n in ast.walk(node)) else "If"
+        taken = f"__taken_{node.lineno}_{node.col_offset}"
+        branch = ast.If(ast.Name(taken, ast.Load()), node.body, node.orelse)
+        return self._region(node, kind, node.test, taken, [self.generic_visit(branch)])
 
-    def _region(self, node: Any, opened: str, **parts: ast.expr) -> list[ast.stmt]:
-        stored = [n for n in ast.walk(node) if isinstance(n, ast.Name)]
-        names = tuple(sorted({n.id for n in stored if isinstance(n.ctx, ast.Store)}))
+    def _region(self, node: Any, kind: str, head: ast.expr, target: str, body: list) -> list:
+        stored = (n for n in ast.walk(node) if isinstance(n, ast.Name))
+        names = sorted({n.id for n in stored if isinstance(n.ctx, ast.Store)})
         region = f"__region_{node.lineno}_{node.col_offset}"
-        self.generic_visit(node)
-        source = opened.format(**{name: ast.unparse(part) for name, part in parts.items()})
-        enter = _at(node, f"{region} = {source}")
-        carry = _at(node, f"[{', '.join(names)}] = {region}.carry({names}, locals())")
-        leave = (f"if not {region}.keeps({name!r}): {name} = None; del {name}" for name in names)
-        if isinstance(node, ast.If):
-            [loop] = _at(node, f"for {region}_taken in {region}: pass")
-            node.test, loop.body = _at(node, f"{region}_taken")[0].value, [node, *carry]
-            node = loop
-        else:
-            node.body += carry
-            [call] = _at(node, f"{region}.test(0)" if isinstance(node, ast.While) else region)
-            if isinstance(node, ast.While):
-                call.value.args, node.test = [node.test], call.value
-            else:
-                node.iter = call.value
-        return [*enter, node, *(end for line in leave for end in _at(node, line))]
+        source = f"{region} = __{kind}(0, locals())\nfor {target} in {region}:\n"
+        source += f" [{', '.join(names)}] = {region}.carry({names}, locals())\n"
+        for name in names:
+            source += f"if not {region}.keeps({name!r}): {name} = None; del {name}\n"
+        new = ast.parse(source)
+        for part in ast.walk(new):
+            ast.copy_location(part, node)
+        new.body[0].value.args[0] = self.visit(head)
+        body = body if target.startswith("__taken") else self.generic_visit(ast.Module(body)).body
+        new.body[1].body[:0] = body
+        return new.body
 
 
-_NO_ARGUMENTS = ast.arguments([], [], None, [], [], None, [])
+def _call(name: str, *args: ast.expr) -> ast.Call:
+    return ast.Call(ast.Name(f"__{name}", ast.Load()), [*args], [])
 
 
-def _at(node: ast.stmt, source: str) -> list[ast.stmt]:
-    """Statements with the line number of node."""
-    return [ast.increment_lineno(new, node.lineno - 1) for new in ast.parse(source).body]
+def _function(body: ast.expr) -> ast.Lambda:
+    return ast.Lambda(ast.arguments([], [], None, [], [], None, []), body)
 
 
 _DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
@@ -153,24 +186,21 @@ _DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "fl
 
 def translate(x: Any, use: str = "") -> Any:
     """tlsim's counterpart of a global of a kernel; KernelError for a global that Triton refuses."""
-    from nanoserve.kernels.tlsim.launch import Kernel, jit
+    from nanoserve.kernels.tlsim.launch import jit
 
-    home, kind = getattr(x, "__module__", None) or "", type(x)
-    if isinstance(x, ModuleType):
-        if x.__name__.startswith("triton.language"):
-            return language
-        functions = {"jit": jit, "cdiv": language.cdiv, "next_power_of_2": next_power_of_2}
-        triton = x.__name__ in ("triton", __package__)
-        return SimpleNamespace(language=language, **functions) if triton else x
+    kind, name = type(x), getattr(x, "__name__", None) or getattr(x, "name", "")
+    home = f"{name if kind is ModuleType else getattr(x, '__module__', '') or kind.__module__}."
     if kind.__name__ == "constexpr":
         return x.value
-    if kind.__module__.startswith("triton.language"):  # tl.float32 and the like
-        return getattr(language, _DTYPES.get(x.name, x.name))
-    if home.startswith("triton.language"):  # from triton.language import exp
-        return getattr(language, x.__name__)
-    if hasattr(x, "fn") or isinstance(x, Kernel):
+    if hasattr(x, "fn"):
         return jit(x)
-    if not use or home.startswith(__package__) or isinstance(x, type | torch.dtype):
+    if home.startswith("triton.language."):  # the module, or something from it
+        return language if kind is ModuleType else getattr(language, _DTYPES.get(name, name))
+    if home in ("triton.", f"{__package__}.") and kind is ModuleType:
+        functions = {"cdiv": language.cdiv, "next_power_of_2": next_power_of_2}
+        return SimpleNamespace(language=language, jit=jit, **functions)
+    own = home.startswith(f"{__package__}.")
+    if not use or own or kind is ModuleType or isinstance(x, type | torch.dtype):
         return x
     rule = "is not marked @triton.jit" if callable(x) else "is not wrapped in tl.constexpr"
     raise KernelError(f"{use}, which {rule}: a kernel can use no other globals")

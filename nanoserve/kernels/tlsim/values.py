@@ -1,8 +1,8 @@
 """The values of a kernel: numbers, blocks and pointers, each for all programs at once."""
 
 import operator
+from collections import namedtuple
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,62 +10,40 @@ import torch
 from nanoserve.kernels.tlsim import rules
 from nanoserve.kernels.tlsim.grid import current, fault
 
+# ---- pointers
 
-@dataclass
-class Buffer:
-    """The memory of a tensor argument, flat, from its first element to its last."""
-
-    name: str
-    flat: torch.Tensor
+Buffer = namedtuple("Buffer", ["name", "flat"])  # an argument's memory, as flattened() returns it
+PointerType = namedtuple("PointerType", ["element_ty"])  # a pointer's dtype
 
 
 def flattened(tensor: torch.Tensor) -> torch.Tensor:
     """All memory from a tensor's first element to its last, as one axis."""
-    if tensor.is_contiguous():
-        return tensor.view(-1)
     last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.as_strided((last + 1 if tensor.numel() else 0,), (1,))
 
 
 def pointer(name: str, flat: torch.Tensor) -> "Value":
-    """A pointer to the first element."""
-    start = torch.zeros(1, 1, 1, dtype=torch.int64, device=flat.device)
-    return Value(start, Buffer(name, flat))
+    """A pointer to the first element of an argument."""
+    return Value(torch.zeros(1, 1, 1, dtype=torch.int64, device=flat.device), Buffer(name, flat))
 
 
-@dataclass(frozen=True)
-class PointerType:
-    """The dtype of a pointer, for `out_ptr.dtype.element_ty`."""
-
-    element_ty: torch.dtype
-
-
-def add(a: "Operand", b: "Operand") -> "Value":
-    """a + b. A pointer moves by integers. A row stays a row if its lanes all move alike."""
+def add(a: Any, b: Any) -> "Value":
+    """a + b. A pointer moves by integers. A row stays a row if all its lanes move alike."""
     a, b = paired(a, b)
-    buffer, kinds = a.buffer or b.buffer, (rules.kind(a.data.dtype), rules.kind(b.data.dtype))
-    if buffer and (a.buffer is b.buffer or kinds != (1, 1)):
-        raise fault(f"a pointer into {buffer.name} allows only + and - of integers")
-    row, other = (a, b) if a.width > 1 else (b, a)
-    alike = other.width == 1 and other.shape[-1:] in ((), (1,))
-    x, y = (row.data, other.data) if alike else (row.lanes, other.lanes)
-    return Value(combine(operator.add, Value(x), Value(y)).data, buffer, row.width if alike else 1)
+    buffer = rules.moved_buffer(a, b)
+    row, by = (a, b) if a.width > 1 else (b, a)
+    alike = by.width == 1 and by.shape[-1:] in ((), (1,))
+    sum = combine(operator.add, *(Value(x.data if alike else x.lanes) for x in (row, by)))
+    return Value(sum.data, buffer, row.width if alike else 1)
 
 
-def _operator(op: Callable) -> tuple[Callable, Callable]:
+# ---- values
+
+
+def _operator(op: Callable, divides: bool = False) -> tuple[Callable, Callable]:
     """The methods for `value op other` and for `number op value`."""
-    return (lambda a, b: combine(op, *paired(a, b))), (lambda a, b: combine(op, *paired(b, a)))
-
-
-def _division(op: Callable) -> tuple[Callable, Callable]:
-    """The same for divisions: halves are divided in float32."""
-
-    def divide(a: "Operand", b: "Operand") -> "Value":
-        a, b = paired(a, b)
-        half = a.dtype in (torch.float16, torch.bfloat16)
-        return combine(op, *((x.to(torch.float32) for x in (a, b)) if half else (a, b)))
-
-    return divide, lambda a, b: divide(b, a)
+    forward = lambda a, b: combine(op, *paired(a, b, divides))  # noqa: E731
+    return forward, lambda a, b: forward(b, a)
 
 
 def _quotient(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -113,43 +91,29 @@ class Value:
         """The same numbers in another dtype."""
         if self.buffer:
             raise fault(f"a pointer into {self.buffer.name} cannot be cast")
-        if self.width > 1 and dtype in (self.dtype, torch.int64):  # it can hold every lane
-            return Value(self.data.to(dtype), width=self.width)
-        return Value(self.lanes.to(dtype))
+        stays = dtype in (self.dtype, torch.int64)  # which can hold every lane of a row
+        return Value((self.data if stays else self.lanes).to(dtype), None, self.width**stays)
 
     def __getitem__(self, index: Any) -> "Value":
         """x[:, None] and the like: None is a new axis of size 1. Triton has no other index."""
-        out, width = self.data, self.width
+        out = self
         for axis, i in enumerate(index if isinstance(index, tuple) else (index,)):
-            if i is None and axis <= out.dim() - 3:
-                if axis == out.dim() - 3:  # a row stands up: one lane in each new row
-                    out, width = Value(out, width=width).lanes, 1
-                out = out.unsqueeze(3 + axis)
+            if i is None and axis <= len(out.shape):
+                stands = axis == len(out.shape)  # a row that stands up has one lane in each row
+                data = (out.lanes if stands else out.data).unsqueeze(3 + axis)
+                out = Value(data, self.buffer, 1 if stands else out.width)
             elif i != slice(None):
                 raise fault(
                     f"a block of shape {list(self.shape)} can be indexed only by None and :"
                 )
-        return Value(out, self.buffer, width)
-
-    def __getattr__(self, name: str) -> Any:
-        return rules.method(self, name)
+        return out
 
     def __index__(self) -> int:
         raise fault("this value must be known at compile time: a number or tl.constexpr")
 
-    def __bool__(self) -> bool:
-        return rules.truth(self)
-
     def __repr__(self) -> str:
         kind = f"pointer into {self.buffer.name}" if self.buffer else str(self.dtype)[6:]
         return f"<{list(self.shape)} {kind}>\n{self.lanes}"
-
-    def __sub__(self, other: "Operand") -> "Value":
-        moves = self.buffer or self.width > 1
-        return add(self, -other) if moves else combine(operator.sub, *paired(self, other))
-
-    def __rsub__(self, other: "Operand") -> "Value":
-        return combine(operator.sub, *paired(other, self))
 
     def __neg__(self) -> "Value":
         return combine(operator.neg, self)
@@ -157,40 +121,49 @@ class Value:
     def __invert__(self) -> "Value":
         return combine(operator.invert, self)
 
+    def __sub__(self, other: Any) -> "Value":
+        moves = self.buffer or self.width > 1
+        return add(self, -other) if moves else combine(operator.sub, *paired(self, other))
+
+    __bool__, __getattr__ = rules.truth, rules.method
     __add__ = __radd__ = add
+    __rsub__ = _operator(operator.sub)[1]
     __mul__, __rmul__ = _operator(operator.mul)
-    __truediv__, __rtruediv__ = _division(operator.truediv)
-    __floordiv__, __rfloordiv__ = _division(_quotient)
-    __mod__, __rmod__ = _division(torch.fmod)
+    __truediv__, __rtruediv__ = _operator(operator.truediv, divides=True)
+    __floordiv__, __rfloordiv__ = _operator(_quotient, divides=True)
+    __mod__, __rmod__ = _operator(torch.fmod, divides=True)
     __and__, __rand__ = _operator(operator.and_)
     __or__, __ror__ = _operator(operator.or_)
     __xor__, __rxor__ = _operator(operator.xor)
     __lshift__, __rlshift__ = _operator(operator.lshift)
     __rshift__, __rrshift__ = _operator(operator.rshift)
     __eq__, __ne__ = _operator(operator.eq)[0], _operator(operator.ne)[0]
-    __lt__, __le__ = _operator(operator.lt)[0], _operator(operator.le)[0]
-    __gt__, __ge__ = _operator(operator.gt)[0], _operator(operator.ge)[0]
+    __lt__, __gt__ = _operator(operator.lt)
+    __le__, __ge__ = _operator(operator.le)
 
 
-Operand = Value | int | float | bool
-
-
-def as_value(x: Operand, beside: Any = None) -> Value:
-    """A number as a Value, in the dtype that it has beside another operand (rules.py)."""
+def as_value(x: Any, beside: Any = None) -> Value:
+    """A number as a Value, in the dtype that it has beside another operand."""
     if isinstance(x, Value):
         return x
-    other = beside.dtype if isinstance(beside, Value) and not beside.buffer else None
-    dtype, device = rules.number_dtype(x, other), current().ids[0].device
+    near = beside.dtype if isinstance(beside, Value) and not beside.buffer else None
+    dtype, device = rules.number_dtype(x, near), current().ids[0].device
     return Value(torch.tensor([[[x]]], dtype=dtype, device=device))
 
 
-def paired(a: Operand, b: Operand) -> tuple[Value, Value]:
-    """Two operands in the dtype that Triton computes in (rules.py)."""
+def paired(a: Any, b: Any, divides: bool = False) -> tuple[Value, Value]:
+    """Two operands in the dtype in which they meet."""
     a, b = as_value(a, b), as_value(b, a)
-    if a.buffer or b.buffer or a.dtype == b.dtype:
+    if a.buffer or b.buffer or (a.dtype == b.dtype and not divides):
         return a, b
-    dtype = rules.joint_dtype(a.dtype, b.dtype)
+    dtype = rules.joint_dtype(a.dtype, b.dtype, divides)
     return a.to(dtype), b.to(dtype)
+
+
+def combine(op: Callable, *values: Value) -> Value:
+    """op on every lane of every program, with the shapes broadcast."""
+    rules.joint_shape(*(rules.number(x).shape for x in values))
+    return Value(op(*aligned(*(x.lanes for x in values))))
 
 
 def aligned(*tensors: torch.Tensor, rank: int = 0) -> list[torch.Tensor]:
@@ -201,12 +174,3 @@ def aligned(*tensors: torch.Tensor, rank: int = 0) -> list[torch.Tensor]:
             x = x.unsqueeze(3)
         out.append(x)
     return out
-
-
-def combine(op: Callable, *values: Value) -> Value:
-    """op on every lane of every program, with the shapes broadcast."""
-    for x in values:
-        if x.buffer:
-            raise fault(f"a pointer into {x.buffer.name} allows only + and - of integers")
-    rules.joint_shape(*(x.shape for x in values))
-    return Value(op(*aligned(*(x.lanes for x in values))))
