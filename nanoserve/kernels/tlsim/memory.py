@@ -33,8 +33,13 @@ def load(pointer: Value, mask: Any = None, other: Any = None, **_) -> Value:
 def store(pointer: Value, value: Any, mask: Any = None, adds: bool = False, **_) -> None:
     """tl.store: write value's lanes to the pointers where the mask is true."""
     _, live = access("atomic_add" if adds else "store", pointer, mask)
-    flat, data = pointer.buffer.flat, fitting(pointer, value, "a value")
-    put(flat, pointer.lanes, data.to(flat.dtype), live, adds)
+    flat, at, data = pointer.buffer.flat, pointer.lanes, fitting(pointer, value, "a value")
+    shape = (*current().programs.shape, *pointer.shape)
+    at, data = at.expand(shape).flatten(), data.to(flat.dtype).expand(shape).flatten()
+    if live is not None:
+        lanes = live.expand(shape).flatten().nonzero().squeeze(1)
+        at, data = at[lanes], data[lanes]
+    flat.index_put_((at,), data, accumulate=adds)
 
 
 def access(kind: str, pointer: Value, mask: Any) -> tuple[Any, Any]:
@@ -72,12 +77,3 @@ def take(flat: torch.Tensor, at: torch.Tensor, width: int, anywhere: bool) -> to
     at = at.clamp(0, last) if anywhere else at
     rows = flat.unfold(0, width, 1).index_select(0, at.flatten())  # of all rows, by their start
     return rows.view(*at.shape[:-1], width) if width > 1 else rows.view(at.shape)
-
-
-@one_step
-def put(flat: torch.Tensor, at: torch.Tensor, data: Any, live: Any, adds: bool) -> None:
-    """flat[at] = data in the lanes that are live; None: in all."""
-    if live is not None:
-        at, data, live = torch.broadcast_tensors(at, data, live)
-        at, data = at[live], data[live]
-    flat.index_put_((at,), data, accumulate=adds)

@@ -1,9 +1,11 @@
 """Record the torch calls of a launch, and replay them with other arguments: a CUDA graph for tlsim.
 
-A recording is a flat Python function of torch calls. Calls that depend on no argument are done
-once, when it is recorded. Where the kernel reads a number on the host (the turns of a loop, a
-condition), the recording holds only for the same number; for another number the launch is recorded
-again. So a launch that reads a number after its first store is never replayed.
+A recording is two flat Python functions of torch calls. `prepare` has the calls that depend only on
+numbers and on tensors of integers, as a block table is: their results are used again until those
+arguments change. `replay` has the others. Calls that depend on no argument are done once, when the
+launch is recorded. Where the kernel reads a number on the host (the turns of a loop, a condition),
+the recording holds only for the same number; for another number the launch is recorded again. So
+a launch that reads a number after its first store is never replayed.
 """
 
 from collections.abc import Callable
@@ -17,6 +19,7 @@ from nanoserve.kernels.tlsim.grid import options_now
 
 HOST = {"__bool__", "__int__", "__float__", "__index__", "item", "tolist"}
 KINDS, RECORDINGS = 64, 16  # what a kernel keeps: kinds of launches, and recordings of each
+SMALL = 1 << 16  # the most elements of a result that is used again
 
 
 def one_step(function: Callable) -> Callable:
@@ -25,30 +28,34 @@ def one_step(function: Callable) -> Callable:
 
 
 class Recorder(TorchFunctionMode):
-    """Notes the torch calls that depend on the inputs, as lines of a function."""
+    """Notes the torch calls that depend on the inputs, each as a line of Python."""
 
     def __init__(self, inputs: dict[str, torch.Tensor]) -> None:
         super().__init__()
-        self.inputs, self.names = inputs, {id(x): name for name, x in inputs.items()}
-        self.space: dict[str, Any] = {"torch": torch}  # what the lines refer to
-        self.steps: list[tuple[str, str, set[str]]] = []  # result's name, call, inputs' names
-        self.results, self.stored, self.works = [], False, True
+        self.names = {
+            id(x): name for name, x in inputs.items()
+        }  # of the tensors that depend on them
+        self.steps: list[tuple[str, str, set[str], bool]] = []  # result, line, used names, is small
+        self.space: dict[str, Any] = {"torch": torch}  # what else the lines refer to
+        self.alive, self.stored, self.works = [inputs], set(), True
 
     def __torch_function__(self, func, types, args=(), kwargs=None) -> Any:
-        out, used, name = func(*args, **(kwargs or {})), set(), func.__name__
+        out, used = func(*args, **(kwargs or {})), set()
         texts = [self._text(x, used) for x in args]
         texts += [f"{key}={self._text(x, used)}" for key, x in (kwargs or {}).items()]
-        call = f"{self._name(name, func)}({', '.join(texts)})"
-        if used and isinstance(out, torch.Tensor):
-            self.names[id(out)] = result = f"t{len(self.results)}"
-            self.results.append(out)  # alive, so that no other tensor gets its id
-            self.steps.append((result, call, used))
-        elif used and name in HOST:
-            self.steps.append(("", f"if {call} != {out!r}: return False", used))
+        call = f"{self._name(func.__name__, func)}({', '.join(texts)})"
+        if func.__name__ == "index_put_":
+            self.steps.append(("", call, used, False))
+            self.stored.add(texts[0])
+        elif used and func.__name__ in HOST:
+            self.steps.append(("", f"if {call} != {out!r}: return None", used, True))
             self.works &= not self.stored
-        elif used and name == "put":
-            self.steps.append(("", call, used))
-            self.stored = True
+        elif used and isinstance(out, torch.Tensor) and id(out) not in self.names:
+            self.names[id(out)] = result = f"t{len(self.alive)}"
+            self.alive.append(out)  # so that no other tensor gets its id
+            self.steps.append((result, f"{result} = {call}", used, out.numel() <= SMALL))
+        elif used and isinstance(out, tuple | list) and not isinstance(out, torch.Size):
+            self.works = False  # several results: no step of tlsim has them
         return out
 
     def _text(self, x: Any, used: set[str]) -> str:
@@ -62,22 +69,48 @@ class Recorder(TorchFunctionMode):
         return repr(x) if plain else self._name("constant", x)
 
     def _name(self, name: str, x: Any) -> str:
-        while self.space.setdefault(name, x) is not x:
-            name += "_"
-        return name
+        number = ""
+        while self.space.setdefault(f"{name}{number}", x) is not x:
+            number = len(self.space)
+        return f"{name}{number}"
 
-    def recording(self) -> Callable:
-        """The function of the inputs. It returns False, before any store, if it does not hold."""
-        lines, needed = ["    return True"], set(self.inputs)
-        for result, call, used in reversed(self.steps):
+
+class Recording:
+    """The torch calls of a launch as two functions."""
+
+    def __init__(self, recorder: Recorder, inputs: list[str], settled: set[str]) -> None:
+        self.recorder, self.state, settled = recorder, None, settled - recorder.stored
+        early, late = [], []
+        for step in recorder.steps:
+            result, _, used, small = step
+            (early if small and used <= settled else late).append(step)
+            if early[-1:] == [step]:
+                settled.add(result)
+        later = {name for _, _, used, _ in late for name in used}
+        kept = [result for result, *_ in early if result in later]
+        self.source = self._function("prepare", inputs, early, kept)
+        self.source += self._function("replay", inputs + kept, late, [])
+        exec(self.source, recorder.space)
+
+    def _function(self, name: str, inputs: list[str], steps: list, kept: list[str]) -> str:
+        lines, needed = [f"    return [{', '.join(kept)}]"], {*inputs, *kept}
+        for result, line, used, _ in reversed(steps):
             if result in needed or not result:  # else nothing uses the result
                 done = "".join(f"; del {name}" for name in sorted(used - needed))
-                lines.append(f"    {result + ' = ' if result else ''}{call}{done}")
+                lines.append(f"    {line}{done}")
                 needed |= used
-        lines.append(f"def replay({', '.join(self.inputs)}):")
-        self.space["source"] = "\n".join(reversed(lines))
-        exec(self.space["source"], self.space)
-        return self.space["replay"]
+        return "\n".join([f"def {name}({', '.join(inputs)}):", *reversed(lines), "\n"])
+
+    def runs(self, inputs: list[torch.Tensor], state: list) -> bool:
+        """Replay the launch. False, before any store, if the recording does not hold for it. The
+        state is what `prepare` depends on."""
+        space = self.recorder.space
+        if self.state != state:
+            self.state, self.kept = None, space["prepare"](*inputs)
+            if self.kept is None:
+                return False
+            self.state = state
+        return space["replay"](*inputs, *self.kept) is not None
 
 
 class Known:
@@ -99,12 +132,14 @@ class Recordings:
 
     def launch(self, grid: tuple[int, int, int], given: dict[str, Any]) -> None:
         """Replay a recording, or record the launch if none holds."""
-        names, tensors, numbers = self.kernel.source.globals(), {}, {}
+        names, numbers, inputs, state, device = self.kernel.source.globals(), {}, {}, [], None
         kind = [grid, options_now().wave, *map(id, names.values())]
         for name, x in given.items():
             if isinstance(x, torch.Tensor):
-                tensors[name] = values.flattened(x)
-                kind += (x.dtype, x.device)
+                inputs[name], device = values.flattened(x), x.device
+                kind += (x.dtype, device)
+                if not x.dtype.is_floating_point:
+                    state += (Same(x), x._version)
             elif type(x) in (int, float) and x != 1 and name not in self.kernel.constants:
                 numbers[name] = x
                 kind += (type(x), -(2**31) <= x < 2**31)
@@ -118,21 +153,37 @@ class Recordings:
             changed = {name for name, x in numbers.items() if x != known.numbers[name]}
             known.recordings *= changed <= known.varying  # else none holds
             known.varying |= changed
-        device = next((x.device for x in tensors.values()), None)
-        inputs = dict(tensors)
         for name in known.varying:
             dtype = rules.number_dtype(numbers[name], None)
             inputs[name] = torch.full((1, 1, 1), numbers[name], dtype=dtype, device=device)
-        for i, replay in enumerate(known.recordings):
-            if replay(*inputs.values()):
+            state.append(str(numbers[name]))
+        for i, recording in enumerate(known.recordings):
+            if recording.runs(list(inputs.values()), state):
                 known.recordings.insert(0, known.recordings.pop(i))
-                return None
+                break
+        else:
+            self.record(known, inputs, grid, given)
+
+    def record(self, known: Known, inputs: dict, grid: tuple, given: dict[str, Any]) -> None:
+        """Run the launch and record it, if this kind of launch can be replayed."""
         if not known.works:
             self.kernel.run(grid, given)
             return
         bound = {name: values.Value(x) for name, x in inputs.items()}
-        bound |= {name: values.pointer(name, x) for name, x in tensors.items()}
+        tensors = {name for name, x in given.items() if isinstance(x, torch.Tensor)}
+        bound |= {name: values.pointer(name, inputs[name]) for name in tensors}
         with Recorder(inputs) as recorder:
             self.kernel.run(grid, given | bound)
-        known.works = recorder.works
-        known.recordings[:] = [recorder.recording(), *known.recordings][: RECORDINGS * known.works]
+        settled = {name for name, x in inputs.items() if not x.is_floating_point()} | known.varying
+        recording, known.works = Recording(recorder, list(inputs), settled), recorder.works
+        known.recordings[:] = [recording, *known.recordings][: RECORDINGS * known.works]
+
+
+class Same:
+    """A tensor that is equal to itself only."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
+
+    def __eq__(self, other: object) -> bool:
+        return self.x is other.x
