@@ -42,7 +42,9 @@ def _check_order(kind: str, pointer: Value, live: torch.Tensor | None) -> None:
     flat, (offsets, live) = pointer.buffer.flat, everywhere(pointer, live)
     programs = aligned(current().programs, rank=len(pointer.shape))[0].expand(offsets.shape)
     at, mine = offsets[live], programs[live]
-    by_others = lambda programs: (programs != NOBODY) & (programs != mine)  # noqa: E731
+
+    def by_others(programs: torch.Tensor) -> torch.Tensor:
+        return (programs != NOBODY) & (programs != mine)
 
     def refuse(lanes: torch.Tensor, action: str) -> None:
         _refuse(torch.zeros_like(live).masked_scatter(live, lanes), pointer, action)
@@ -109,7 +111,8 @@ class Access:
     @property
     def rows(self) -> int:
         """The number of pieces of consecutive offsets: one per row if coalesced."""
-        offsets, live = self.offsets.flatten(0, -2), self.live.flatten(0, -2)
+        lanes = self.offsets.shape[1:][-1:] or (1,)  # of a row; a number is a row of one
+        offsets, live = self.offsets.reshape(-1, *lanes), self.live.reshape(-1, *lanes)
         joined = live[:, 1:] & live[:, :-1] & (offsets[:, 1:] == offsets[:, :-1] + 1)
         return int(live.sum() - joined.sum())
 
