@@ -613,7 +613,7 @@ from nanoserve.kernels.tlsim.grid import KernelError, _options, _wave, fault
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/kernels/tlsim/grid.py: x
+# lands in nanoserve/kernels/tlsim/grid.py: Options, Wave, options_now, options, current, running
 @dataclass(frozen=True)
 class Options:
     """Options of a run.
@@ -725,7 +725,7 @@ print("programs:", three.programs.flatten().tolist(), "   shape:", list(three.id
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/kernels/tlsim/values.py: x
+# lands in nanoserve/kernels/tlsim/values.py: Buffer, PointerType, flattened, pointer and 6 more
 Buffer = namedtuple("Buffer", ["name", "flat"])  # an argument's memory, as flattened() returns it
 PointerType = namedtuple("PointerType", ["element_ty"])  # a pointer's dtype
 
@@ -911,7 +911,7 @@ from nanoserve.kernels.tlsim.replay import one_step
 from nanoserve.kernels.tlsim.rules import block_shape, broadcasts
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/kernels/tlsim/memory.py: x
+# lands in nanoserve/kernels/tlsim/memory.py: load, store, access, fitting, take
 def load(pointer: Value, mask: Any = None, other: Any = None, **_) -> Value:
     """tl.load: the elements at the pointers where the mask is true, and `other` elsewhere.
 
@@ -998,7 +998,7 @@ assert torch.equal(out, 2 * torch.arange(10.0))
 # Which program this is, and blocks of numbers. Look at `arange`: it holds one lane, and a `width`.
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/kernels/tlsim/language.py: x
+# lands in nanoserve/kernels/tlsim/language.py: program_id, num_programs, arange, full and 2 more
 def program_id(axis: int) -> Value:
     """The index of this program along an axis of the grid: int32."""
     return Value(current().ids[axis])
@@ -1053,7 +1053,7 @@ from nanoserve.kernels.tlsim.rules import One
 from nanoserve.kernels.tlsim.source import Source, translate
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/kernels/tlsim/launch.py: x
+# lands in nanoserve/kernels/tlsim/launch.py: HINTS, Kernel, ARGUMENTS, waves, jit
 HINTS = {"num_warps", "num_stages", "num_ctas", "maxnreg"}  # for a compiler: accepted and ignored
 
 

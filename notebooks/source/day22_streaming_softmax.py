@@ -216,7 +216,7 @@ from nanoserve.kernels.tlsim.rules import dot_operands, wide
 from nanoserve.kernels.tlsim.values import Value, aligned, as_value, paired
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/kernels/tlsim/language.py: x
+# lands in nanoserve/kernels/tlsim/language.py: reduce_sum, reduce_max, reduce_min, _reduce
 def reduce_sum(x: Value, axis: int | None = None, keep_dims: bool = False) -> Value:
     """The sum over an axis, or over all axes; short integers are summed in 32 bits."""
     dtype = x.dtype if x.dtype.is_floating_point else wide(x.dtype)
@@ -259,7 +259,7 @@ for axis in (0, 1, None):
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/kernels/tlsim/language.py: x
+# lands in nanoserve/kernels/tlsim/language.py: dot
 def dot(a: Value, b: Value, acc: Value | None = None, *, out_dtype=torch.float32, **_) -> Value:
     """The matrix product of blocks [.., m, k] and [.., k, n], plus acc, summed in float32.
 
@@ -290,7 +290,7 @@ print("a block of", list(dot(a, b).shape), "in each program; tlsim holds", list(
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/kernels/tlsim/loops.py: x
+# lands in nanoserve/kernels/tlsim/loops.py: Range, Region, Loop
 class Range:
     """tl.range, and range in a kernel. A bound is a number, or a value that differs by program."""
 
