@@ -1051,7 +1051,7 @@ from nanoserve.kernels.tlsim.values import combine, paired
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/kernels/tlsim/language.py: int1, int8, int16, int32, int64, uint8 and 26 more
+# lands in nanoserve/kernels/tlsim/language.py: int1, int8, int16, int32, int64, uint8 and 27 more
 int1, int8, int16, int32, int64 = torch.bool, torch.int8, torch.int16, torch.int32, torch.int64
 uint8, float16, bfloat16 = torch.uint8, torch.float16, torch.bfloat16
 float32, float64 = torch.float32, torch.float64
@@ -1127,6 +1127,12 @@ def expand_dims(x: Value, axis: int) -> Value:
 def trans(x: Value) -> Value:
     """x with its last two axes exchanged."""
     return x.T
+
+
+def cumsum(x: Value, axis: int = 0) -> Value:
+    """The sums of the lanes up to each lane, along an axis."""
+    dtype = x.dtype if x.dtype.is_floating_point else wide(x.dtype)
+    return Value(x.lanes.cumsum(3 + axis % len(x.shape), dtype=dtype))
 
 
 class constexpr:

@@ -753,7 +753,10 @@ def add(a: Any, b: Any) -> "Value":
 
 def _operator(op: Callable, divides: bool = False) -> tuple[Callable, Callable]:
     """The methods for `value op other` and for `number op value`."""
-    forward = lambda a, b: combine(op, *paired(a, b, divides))  # noqa: E731
+
+    def forward(a: Any, b: Any) -> "Value":
+        return combine(op, *paired(a, b, divides))
+
     return forward, lambda a, b: forward(b, a)
 
 
@@ -910,6 +913,7 @@ from nanoserve.kernels.tlsim.accesses import check_poison, watch
 from nanoserve.kernels.tlsim.replay import one_step
 from nanoserve.kernels.tlsim.rules import block_shape, broadcasts
 
+
 # %% jupyter={"source_hidden": true}
 # lands in nanoserve/kernels/tlsim/memory.py: load, store, access, fitting, take
 def load(pointer: Value, mask: Any = None, other: Any = None, **_) -> Value:
@@ -996,6 +1000,7 @@ assert torch.equal(out, 2 * torch.arange(10.0))
 # ### 4. The first words of the language
 #
 # Which program this is, and blocks of numbers. Look at `arange`: it holds one lane, and a `width`.
+
 
 # %% jupyter={"source_hidden": true}
 # lands in nanoserve/kernels/tlsim/language.py: program_id, num_programs, arange, full and 2 more

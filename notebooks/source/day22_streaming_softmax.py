@@ -215,6 +215,7 @@ from nanoserve.kernels.tlsim.grid import current, fault
 from nanoserve.kernels.tlsim.rules import dot_operands, wide
 from nanoserve.kernels.tlsim.values import Value, aligned, as_value, paired
 
+
 # %% jupyter={"source_hidden": true}
 # lands in nanoserve/kernels/tlsim/language.py: reduce_sum, reduce_max, reduce_min, _reduce
 def reduce_sum(x: Value, axis: int | None = None, keep_dims: bool = False) -> Value:
@@ -275,7 +276,9 @@ def dot(a: Value, b: Value, acc: Value | None = None, *, out_dtype=torch.float32
 # %%
 a = Value(torch.randn(5, 1, 1, 4, 16, generator=generator))  # [4, 16] in each of five programs
 b = Value(torch.randn(1, 1, 1, 16, 8, generator=generator))  # [16, 8], the same in all
-print("a block of", list(dot(a, b).shape), "in each program; tlsim holds", list(dot(a, b).data.shape))
+print(
+    "a block of", list(dot(a, b).shape), "in each program; tlsim holds", list(dot(a, b).data.shape)
+)
 
 # %% [markdown]
 # ### A loop, side by side

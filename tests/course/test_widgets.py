@@ -7,7 +7,7 @@ import sys
 import pytest
 from matplotlib import pyplot
 
-from nanoserve.course import day, show, store, widgets
+from nanoserve.course import day, drawings, show, store, widgets
 from nanoserve.course.curriculum import ALL
 from nanoserve.course.exercise import CourseError
 from nanoserve.course.exercises import widgets_of
@@ -140,6 +140,8 @@ def test_a_live_image_has_its_own_width_on_the_page():
 
 
 def every_widget():
+    for make in (drawings.ragged_batch, drawings.split_history):
+        yield pytest.param(make, id=make.__name__)
     for info in ALL:
         for name, make in widgets_of(info.number).items():
             needs = inspect.signature(make).parameters.values()

@@ -177,6 +177,12 @@ def trans(x: Value) -> Value:
     return x.T
 
 
+def cumsum(x: Value, axis: int = 0) -> Value:
+    """The sums of the lanes up to each lane, along an axis."""
+    dtype = x.dtype if x.dtype.is_floating_point else wide(x.dtype)
+    return Value(x.lanes.cumsum(3 + axis % len(x.shape), dtype=dtype))
+
+
 # ---- what is left of the language
 
 

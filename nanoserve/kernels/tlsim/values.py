@@ -43,7 +43,7 @@ def add(a: Any, b: Any) -> "Value":
 def _operator(op: Callable, divides: bool = False) -> tuple[Callable, Callable]:
     """The methods for `value op other` and for `number op value`."""
 
-    def forward(a: Any, b: Any) -> Value:
+    def forward(a: Any, b: Any) -> "Value":
         return combine(op, *paired(a, b, divides))
 
     return forward, lambda a, b: forward(b, a)
