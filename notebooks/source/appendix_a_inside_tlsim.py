@@ -876,30 +876,26 @@ def one_step(function: Callable) -> Callable:
 class Recorder(TorchFunctionMode):
     """Notes the torch calls that depend on the inputs, each as a line of Python."""
 
-    def __init__(self, inputs: dict[str, torch.Tensor]) -> None:
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         super().__init__()
-        self.names = {
-            id(x): name for name, x in inputs.items()
-        }  # of the tensors that depend on them
+        self.names = {id(x): name for name, x in tensors.items()}  # and of what depends on them
         self.steps: list[tuple[str, str, set[str], bool]] = []  # result, line, used names, is small
-        self.space: dict[str, Any] = {"torch": torch}  # what else the lines refer to
-        self.alive, self.stored, self.works = [inputs], set(), True
+        self.space: dict[str, Any] = {"torch": torch, "device": torch.device}  # for the lines
+        self.alive, self.stored, self.works = [tensors], set(), True
 
     def __torch_function__(self, func, types, args=(), kwargs=None) -> Any:
         out, used = func(*args, **(kwargs or {})), set()
         texts = [self._text(x, used) for x in args]
         texts += [f"{key}={self._text(x, used)}" for key, x in (kwargs or {}).items()]
         call = f"{self._name(func.__name__, func)}({', '.join(texts)})"
-        if func.__name__ == "index_put_":
+        if func.__name__ in ("index_copy_", "index_add_"):
             self.steps.append(("", call, used, False))
             self.stored.add(texts[0])
         elif used and func.__name__ in HOST:
             self.steps.append(("", f"if {call} != {out!r}: return None", used, True))
             self.works &= not self.stored
         elif used and isinstance(out, torch.Tensor) and id(out) not in self.names:
-            self.names[id(out)] = result = f"t{len(self.alive)}"
-            self.alive.append(out)  # so that no other tensor gets its id
-            self.steps.append((result, f"{result} = {call}", used, out.numel() <= SMALL))
+            self.note(out, call, used)
         elif used and isinstance(out, tuple | list) and not isinstance(out, torch.Size):
             self.works = False  # several results: no step of tlsim has them
         return out
@@ -911,8 +907,8 @@ class Recorder(TorchFunctionMode):
         if isinstance(x, tuple | list):
             parts = "".join(self._text(part, used) + ", " for part in x)
             return f"({parts})" if isinstance(x, tuple) else f"[{parts}]"
-        plain = x is None or isinstance(x, int | str | torch.dtype)
-        return repr(x) if plain else self._name("constant", x)
+        plain = x is None or isinstance(x, int | str | torch.dtype | torch.device)
+        return repr(x) if plain else self._name("c", x)
 
     def _name(self, name: str, x: Any) -> str:
         number = ""
@@ -922,21 +918,22 @@ class Recorder(TorchFunctionMode):
 
 
 class Recording:
-    """The torch calls of a launch as two functions."""
+    """The torch calls of a launch as two functions of its arguments."""
 
     def __init__(self, recorder: Recorder, inputs: list[str], settled: set[str]) -> None:
-        self.recorder, self.state, settled = recorder, None, settled - recorder.stored
-        early, late = [], []
+        early, late, self.state = [], [], None
+        for result, _, used, _ in recorder.steps:
+            settled -= used if result in recorder.stored else set()  # the memory of an argument
         for step in recorder.steps:
             result, _, used, small = step
             (early if small and used <= settled else late).append(step)
-            if early[-1:] == [step]:
-                settled.add(result)
+            settled |= {result} if early[-1:] == [step] else set()
         later = {name for _, _, used, _ in late for name in used}
         kept = [result for result, *_ in early if result in later]
-        self.source = self._function("prepare", inputs, early, kept)
-        self.source += self._function("replay", inputs + kept, late, [])
+        self.source = _function("prepare", inputs, early, kept)
+        self.source += _function("replay", inputs + kept, late, [])
         exec(self.source, recorder.space)
+        self.prepare, self.replay = recorder.space["prepare"], recorder.space["replay"]
 
     def _function(self, name: str, inputs: list[str], steps: list, kept: list[str]) -> str:
         lines, needed = [f"    return [{', '.join(kept)}]"], {*inputs, *kept}
@@ -947,16 +944,12 @@ class Recording:
                 needed |= used
         return "\n".join([f"def {name}({', '.join(inputs)}):", *reversed(lines), "\n"])
 
-    def runs(self, inputs: list[torch.Tensor], state: list) -> bool:
+    def runs(self, inputs: list[Any], state: list[Any], tables: list[torch.Tensor]) -> bool:
         """Replay the launch. False, before any store, if the recording does not hold for it. The
-        state is what `prepare` depends on."""
-        space = self.recorder.space
+        state is what `prepare` depends on: numbers, and the identity and version of tables."""
         if self.state != state:
-            self.state, self.kept = None, space["prepare"](*inputs)
-            if self.kept is None:
-                return False
-            self.state = state
-        return space["replay"](*inputs, *self.kept) is not None
+            self.state, self.tables, self.kept = state, tables, self.prepare(*inputs)
+        return self.kept is not None and self.replay(*inputs, *self.kept) is not None
 
 
 class Known:
@@ -974,41 +967,46 @@ class Recordings:
     input, as tensors and fractions are."""
 
     def __init__(self, kernel: Any) -> None:
-        self.kernel, self.kinds = kernel, {}
+        self.kernel, self.kinds, self.last = kernel, {}, (None, None)
 
     def launch(self, grid: tuple[int, int, int], given: dict[str, Any]) -> None:
         """Replay a recording, or record the launch if none holds."""
-        names, numbers, inputs, state, device = self.kernel.source.globals(), {}, {}, [], None
-        kind = [grid, options_now().wave, *map(id, names.values())]
+        names, inputs, tables, state = self.kernel.source.globals(), {}, [], []
+        exact = [grid, options_now().wave, *map(id, names.values())]
         for name, x in given.items():
             if isinstance(x, torch.Tensor):
-                inputs[name], device = values.flattened(x), x.device
-                kind += (x.dtype, device)
+                inputs[name] = x
+                exact += (x.dtype, x.device)
                 if not x.dtype.is_floating_point:
-                    state += (Same(x), x._version)
-            elif type(x) in (int, float) and x != 1 and name not in self.kernel.constants:
-                numbers[name] = x
-                kind += (type(x), -(2**31) <= x < 2**31)
+                    tables.append(x)
+                    state += (id(x), x._version)
             else:
-                kind += (type(x), x)
-        known = self.kinds.pop(tuple(kind), None) or Known(names, numbers)
-        self.kinds[tuple(kind)] = known  # the last kind is the latest
-        if len(self.kinds) > KINDS:
-            del self.kinds[next(iter(self.kinds))]
-        if known.numbers != numbers:
-            changed = {name for name, x in numbers.items() if x != known.numbers[name]}
-            known.recordings *= changed <= known.varying  # else none holds
-            known.varying |= changed
+                exact += (type(x), x)
+        known = self.last[1] if exact == self.last[0] else self._find(exact, names, given)
+        self.last = exact, known
         for name in known.varying:
-            dtype = rules.number_dtype(numbers[name], None)
-            inputs[name] = torch.full((1, 1, 1), numbers[name], dtype=dtype, device=device)
-            state.append(str(numbers[name]))
+            inputs[name] = given[name]
+            state.append(repr(given[name]))
         for i, recording in enumerate(known.recordings):
-            if recording.runs(list(inputs.values()), state):
+            if recording.runs(inputs.values(), state, tables):
                 known.recordings.insert(0, known.recordings.pop(i))
-                break
-        else:
-            self.record(known, inputs, grid, given)
+                return
+        if not known.works:
+            self.kernel.run(grid, given)
+            return
+        recorder, numbers = Recorder(inputs), {}
+        device = next((x.device for x in inputs.values() if isinstance(x, torch.Tensor)), "cpu")
+        with recorder:
+            for name in known.varying:
+                like = {"dtype": number_dtype(given[name], None), "device": device}
+                numbers[name] = torch.full((1, 1, 1), given[name], **like)
+                recorder.note(numbers[name], f"torch.full((1, 1, 1), {name}, **{like})", {name})
+            self.kernel.run(grid, given, numbers)
+        settled = known.varying | {
+            n for n, x in inputs.items() if any(x is table for table in tables)
+        }
+        recording, known.works = Recording(recorder, list(inputs), settled), recorder.works
+        known.recordings[:] = [recording, *known.recordings][: RECORDINGS * known.works]
 
     def record(self, known: Known, inputs: dict, grid: tuple, given: dict[str, Any]) -> None:
         """Run the launch and record it, if this kind of launch can be replayed."""

@@ -730,8 +730,11 @@ Buffer = namedtuple("Buffer", ["name", "flat"])  # an argument's memory, as flat
 PointerType = namedtuple("PointerType", ["element_ty"])  # a pointer's dtype
 
 
+@one_step
 def flattened(tensor: torch.Tensor) -> torch.Tensor:
     """All memory from a tensor's first element to its last, as one axis."""
+    if tensor.is_contiguous():
+        return tensor.view(-1)
     last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.as_strided((last + 1 if tensor.numel() else 0,), (1,))
 
@@ -925,8 +928,12 @@ def load(pointer: Value, mask: Any = None, other: Any = None, **_) -> Value:
     if other is not None and mask is None:
         raise fault("tl.load takes `other` only with a mask")
     mask, live = access("load", pointer, mask)
-    flat = pointer.buffer.flat
-    data = take(flat, pointer.data, pointer.width, live is not None)
+    flat, at, width = pointer.buffer.flat, pointer.data, pointer.width
+    if live is not None:  # lanes that take no part may point anywhere
+        rows = live.any(-1, keepdim=True) if width > 1 else live
+        at = torch.where(rows, at, 0)
+    shape = at.shape if width == 1 else (*at.shape[:-1], width)
+    data = take(flat, at.flatten(), width, shape, live is not None)
     if mask is not None:
         undefined = torch.nan if flat.is_floating_point() else 0
         other = fitting(pointer, undefined if other is None else other, "a value")
@@ -938,13 +945,16 @@ def load(pointer: Value, mask: Any = None, other: Any = None, **_) -> Value:
 def store(pointer: Value, value: Any, mask: Any = None, adds: bool = False, **_) -> None:
     """tl.store: write value's lanes to the pointers where the mask is true."""
     _, live = access("atomic_add" if adds else "store", pointer, mask)
-    flat, at, data = pointer.buffer.flat, pointer.lanes, fitting(pointer, value, "a value")
-    shape = (*current().programs.shape, *pointer.shape)
-    at, data = at.expand(shape).flatten(), data.to(flat.dtype).expand(shape).flatten()
+    flat, shape = pointer.buffer.flat, (*current().programs.shape, *pointer.shape)
+    data = fitting(pointer, value, "a value").to(flat.dtype)
+    at, data = (
+        x.flatten() if x.shape == shape else x.expand(shape).flatten()
+        for x in (pointer.lanes, data)
+    )
     if live is not None:
         lanes = live.expand(shape).flatten().nonzero().squeeze(1)
-        at, data = at[lanes], data[lanes]
-    flat.index_put_((at,), data, accumulate=adds)
+        at, data = at.index_select(0, lanes), data.index_select(0, lanes)
+    (flat.index_add_ if adds else flat.index_copy_)(0, at, data)
 
 
 def access(kind: str, pointer: Value, mask: Any) -> tuple[Any, Any]:
@@ -971,17 +981,17 @@ def fitting(pointer: Value, x: Any, what: str) -> torch.Tensor:
 
 
 @one_step
-def take(flat: torch.Tensor, at: torch.Tensor, width: int, anywhere: bool) -> torch.Tensor:
-    """flat[at], or rows of `width` elements from `at` [.., 1]. With `anywhere`, offsets outside
-    `flat` give any number: their lanes take no part."""
-    last = len(flat) - width
-    if anywhere and width > 1 and (last < 0 or at.min() < 0 or at.max() > last):
-        at, width, last = Value(at, width=width).lanes, 1, len(flat) - 1  # rows partly inside
-    if last < 0:
-        return flat.new_zeros(()).expand(at.shape)
-    at = at.clamp(0, last) if anywhere else at
-    rows = flat.unfold(0, width, 1).index_select(0, at.flatten())  # of all rows, by their start
-    return rows.view(*at.shape[:-1], width) if width > 1 else rows.view(at.shape)
+def take(flat: torch.Tensor, at: torch.Tensor, width: int, shape: tuple, masked: bool) -> Any:
+    """Rows of `width` neighbours in flat, from the offsets `at` on, viewed as shape. Of a masked
+    row, the lanes outside flat give any number."""
+    try:
+        return flat.unfold(0, width, 1).index_select(0, at).view(shape)  # all rows, by their start
+    except (IndexError, RuntimeError):  # a row is partly outside
+        if not masked:
+            raise
+        at = at[:, None] + torch.arange(width, device=at.device)
+        data = flat[at.clamp(max=len(flat) - 1)] if len(flat) else flat.new_zeros(at.shape)
+        return data.view(shape)
 
 
 # %% [markdown]
@@ -1075,6 +1085,7 @@ class Kernel:
             Source(fn),
             Recordings(self),
         )
+        self.parameters = self.signature.parameters.keys()
         kinds = ((name, p.annotation) for name, p in self.signature.parameters.items())
         self.constants = {
             n for n, k in kinds if getattr(k, "__name__", str(k)).endswith("constexpr")
@@ -1096,13 +1107,9 @@ class Kernel:
         parameters stay as they are. Raises TypeError for arguments that do not fit the signature,
         ValueError for a wrong grid or several devices, and KernelError for an error in the kernel.
         """
-        kwargs = {name: x for name, x in kwargs.items() if name not in HINTS}
-        try:
-            bound = self.signature.bind(*args, **kwargs)
-        except TypeError as error:
-            raise TypeError(f"{self.__name__}: {error}") from None
-        bound.apply_defaults()
-        given = bound.arguments
+        given = dict(zip(self.parameters, args, strict=False)) | kwargs
+        if len(args) + len(kwargs) != len(given) or given.keys() != self.parameters:
+            given = self._bind(args, kwargs)
         grid = grid(given) if callable(grid) else grid
         grid = (grid,) if isinstance(grid, int) else grid
         sizes = isinstance(grid, tuple) and all(isinstance(n, int) and n >= 0 for n in grid)
@@ -1111,8 +1118,9 @@ class Kernel:
         run = self.recordings.launch if options_now().replays else self.run
         run((*grid, 1, 1)[:3], given)
 
-    def run(self, grid: tuple[int, int, int], given: dict[str, Any]) -> None:
-        """Run the kernel for each wave of the grid's programs."""
+    def run(self, grid: tuple[int, int, int], given: dict[str, Any], numbers: Any = ()) -> None:
+        """Run the kernel for each wave of the grid's programs. `numbers` has the data of numbers
+        that are tensors already, because a recording needs them."""
         devices = {x.device for x in given.values() if isinstance(x, torch.Tensor)}
         if len(devices) > 1:
             raise ValueError(f"{self.__name__}: needs one device, got {sorted(map(str, devices))}")
@@ -1123,7 +1131,8 @@ class Kernel:
         for ids in waves(grid, options_now()):
             wave = Wave(grid, tuple(part.to(*devices) for part in ids), options_now(), accessed)
             with running(wave):
-                function(**{name: self._argument(name, x) for name, x in given.items()})
+                arguments = {name: self._argument(name, x) for name, x in given.items()}
+                function(**arguments | {name: Value(numbers[name]) for name in numbers})
 
     def _argument(self, name: str, x: Any) -> Any:
         if x is None or name in self.constants:
@@ -1133,7 +1142,7 @@ class Kernel:
         return One(1) if type(x) is int and x == 1 else as_value(x)
 
 
-ARGUMENTS = (torch.Tensor, int, float, Value)
+ARGUMENTS = (torch.Tensor, int, float)
 
 
 def waves(grid: tuple[int, int, int], options: Options) -> Iterator[tuple[torch.Tensor, ...]]:

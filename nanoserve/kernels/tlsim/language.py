@@ -84,6 +84,12 @@ def reduce_min(x: Value, axis: int | None = None, keep_dims: bool = False) -> Va
     return _reduce(torch.amin, x.to(wide(x.dtype)), axis, keep_dims)
 
 
+def cumsum(x: Value, axis: int = 0) -> Value:
+    """The sums of the lanes up to each lane, along an axis."""
+    dtype = x.dtype if x.dtype.is_floating_point else wide(x.dtype)
+    return Value(x.lanes.cumsum(3 + axis % len(x.shape), dtype=dtype))
+
+
 def _reduce(op: Callable, x: Value, axis: int | None, keep_dims: bool) -> Value:
     rank = len(x.shape)
     if not rank or not (axis is None or -rank <= axis < rank):
@@ -175,12 +181,6 @@ def expand_dims(x: Value, axis: int) -> Value:
 def trans(x: Value) -> Value:
     """x with its last two axes exchanged."""
     return x.T
-
-
-def cumsum(x: Value, axis: int = 0) -> Value:
-    """The sums of the lanes up to each lane, along an axis."""
-    dtype = x.dtype if x.dtype.is_floating_point else wide(x.dtype)
-    return Value(x.lanes.cumsum(3 + axis % len(x.shape), dtype=dtype))
 
 
 # ---- what is left of the language

@@ -29,6 +29,7 @@ class Kernel:
             Source(fn),
             Recordings(self),
         )
+        self.parameters = self.signature.parameters.keys()
         kinds = ((name, p.annotation) for name, p in self.signature.parameters.items())
         self.constants = {
             n for n, k in kinds if getattr(k, "__name__", str(k)).endswith("constexpr")
@@ -50,13 +51,9 @@ class Kernel:
         parameters stay as they are. Raises TypeError for arguments that do not fit the signature,
         ValueError for a wrong grid or several devices, and KernelError for an error in the kernel.
         """
-        kwargs = {name: x for name, x in kwargs.items() if name not in HINTS}
-        try:
-            bound = self.signature.bind(*args, **kwargs)
-        except TypeError as error:
-            raise TypeError(f"{self.__name__}: {error}") from None
-        bound.apply_defaults()
-        given = bound.arguments
+        given = dict(zip(self.parameters, args, strict=False)) | kwargs
+        if len(args) + len(kwargs) != len(given) or given.keys() != self.parameters:
+            given = self._bind(args, kwargs)
         grid = grid(given) if callable(grid) else grid
         grid = (grid,) if isinstance(grid, int) else grid
         sizes = isinstance(grid, tuple) and all(isinstance(n, int) and n >= 0 for n in grid)
@@ -65,8 +62,18 @@ class Kernel:
         run = self.recordings.launch if options_now().replays else self.run
         run((*grid, 1, 1)[:3], given)
 
-    def run(self, grid: tuple[int, int, int], given: dict[str, Any]) -> None:
-        """Run the kernel for each wave of the grid's programs."""
+    def _bind(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+        kwargs = {name: x for name, x in kwargs.items() if name not in HINTS}
+        try:
+            bound = self.signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{self.__name__}: {error}") from None
+        bound.apply_defaults()
+        return bound.arguments
+
+    def run(self, grid: tuple[int, int, int], given: dict[str, Any], numbers: Any = ()) -> None:
+        """Run the kernel for each wave of the grid's programs. `numbers` has the data of numbers
+        that are tensors already, because a recording needs them."""
         devices = {x.device for x in given.values() if isinstance(x, torch.Tensor)}
         if len(devices) > 1:
             raise ValueError(f"{self.__name__}: needs one device, got {sorted(map(str, devices))}")
@@ -77,7 +84,8 @@ class Kernel:
         for ids in waves(grid, options_now()):
             wave = Wave(grid, tuple(part.to(*devices) for part in ids), options_now(), accessed)
             with running(wave):
-                function(**{name: self._argument(name, x) for name, x in given.items()})
+                arguments = {name: self._argument(name, x) for name, x in given.items()}
+                function(**arguments | {name: Value(numbers[name]) for name in numbers})
 
     def _argument(self, name: str, x: Any) -> Any:
         if x is None or name in self.constants:
@@ -87,7 +95,7 @@ class Kernel:
         return One(1) if type(x) is int and x == 1 else as_value(x)
 
 
-ARGUMENTS = (torch.Tensor, int, float, Value)
+ARGUMENTS = (torch.Tensor, int, float)
 
 
 def waves(grid: tuple[int, int, int], options: Options) -> Iterator[tuple[torch.Tensor, ...]]:

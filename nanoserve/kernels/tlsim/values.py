@@ -9,6 +9,7 @@ import torch
 
 from nanoserve.kernels.tlsim import rules
 from nanoserve.kernels.tlsim.grid import current, fault
+from nanoserve.kernels.tlsim.replay import one_step
 
 # ---- pointers
 
@@ -16,8 +17,11 @@ Buffer = namedtuple("Buffer", ["name", "flat"])  # an argument's memory, as flat
 PointerType = namedtuple("PointerType", ["element_ty"])  # a pointer's dtype
 
 
+@one_step
 def flattened(tensor: torch.Tensor) -> torch.Tensor:
     """All memory from a tensor's first element to its last, as one axis."""
+    if tensor.is_contiguous():
+        return tensor.view(-1)
     last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.as_strided((last + 1 if tensor.numel() else 0,), (1,))
 
