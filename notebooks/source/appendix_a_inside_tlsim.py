@@ -862,7 +862,7 @@ from nanoserve.kernels.tlsim.grid import options_now
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/kernels/tlsim/replay.py: HOST, KINDS, RECORDINGS, SMALL, one_step and 5 more
+# lands in nanoserve/kernels/tlsim/replay.py: HOST, KINDS, RECORDINGS, SMALL, one_step and 4 more
 HOST = {"__bool__", "__int__", "__float__", "__index__", "item", "tolist"}
 KINDS, RECORDINGS = 64, 16  # what a kernel keeps: kinds of launches, and recordings of each
 SMALL = 1 << 16  # the most elements of a result that is used again
@@ -900,6 +900,12 @@ class Recorder(TorchFunctionMode):
             self.works = False  # several results: no step of tlsim has them
         return out
 
+    def note(self, out: torch.Tensor, call: str, used: set[str]) -> None:
+        """Note a call with its result."""
+        self.names[id(out)] = result = f"t{len(self.alive)}"
+        self.alive.append(out)  # so that no other tensor gets its id
+        self.steps.append((result, f"{result} = {call}", used, out.numel() <= SMALL))
+
     def _text(self, x: Any, used: set[str]) -> str:
         if id(x) in self.names:
             used.add(self.names[id(x)])
@@ -935,21 +941,22 @@ class Recording:
         exec(self.source, recorder.space)
         self.prepare, self.replay = recorder.space["prepare"], recorder.space["replay"]
 
-    def _function(self, name: str, inputs: list[str], steps: list, kept: list[str]) -> str:
-        lines, needed = [f"    return [{', '.join(kept)}]"], {*inputs, *kept}
-        for result, line, used, _ in reversed(steps):
-            if result in needed or not result:  # else nothing uses the result
-                done = "".join(f"; del {name}" for name in sorted(used - needed))
-                lines.append(f"    {line}{done}")
-                needed |= used
-        return "\n".join([f"def {name}({', '.join(inputs)}):", *reversed(lines), "\n"])
-
     def runs(self, inputs: list[Any], state: list[Any], tables: list[torch.Tensor]) -> bool:
         """Replay the launch. False, before any store, if the recording does not hold for it. The
         state is what `prepare` depends on: numbers, and the identity and version of tables."""
         if self.state != state:
             self.state, self.tables, self.kept = state, tables, self.prepare(*inputs)
         return self.kept is not None and self.replay(*inputs, *self.kept) is not None
+
+
+def _function(name: str, inputs: list[str], steps: list, returned: list[str]) -> str:
+    lines, needed = [f"    return [{', '.join(returned)}]"], {*inputs, *returned}
+    for result, line, used, _ in reversed(steps):
+        if result in needed or not result:  # else nothing uses the result
+            done = "".join(f"; del {name}" for name in sorted(used - needed))
+            lines.append(f"    {line}{done}")
+            needed |= used
+    return "\n".join([f"def {name}({', '.join(inputs)}):", *reversed(lines), "\n"])
 
 
 class Known:
@@ -1008,29 +1015,23 @@ class Recordings:
         recording, known.works = Recording(recorder, list(inputs), settled), recorder.works
         known.recordings[:] = [recording, *known.recordings][: RECORDINGS * known.works]
 
-    def record(self, known: Known, inputs: dict, grid: tuple, given: dict[str, Any]) -> None:
-        """Run the launch and record it, if this kind of launch can be replayed."""
-        if not known.works:
-            self.kernel.run(grid, given)
-            return
-        bound = {name: values.Value(x) for name, x in inputs.items()}
-        tensors = {name for name, x in given.items() if isinstance(x, torch.Tensor)}
-        bound |= {name: values.pointer(name, inputs[name]) for name in tensors}
-        with Recorder(inputs) as recorder:
-            self.kernel.run(grid, given | bound)
-        settled = {name for name, x in inputs.items() if not x.is_floating_point()} | known.varying
-        recording, known.works = Recording(recorder, list(inputs), settled), recorder.works
-        known.recordings[:] = [recording, *known.recordings][: RECORDINGS * known.works]
-
-
-class Same:
-    """A tensor that is equal to itself only."""
-
-    def __init__(self, x: torch.Tensor) -> None:
-        self.x = x
-
-    def __eq__(self, other: object) -> bool:
-        return self.x is other.x
+    def _find(self, exact: list[Any], names: dict[str, Any], given: dict[str, Any]) -> Known:
+        kind, numbers = exact[: 2 + len(names)], {}
+        for name, x in given.items():
+            if type(x) in (int, float) and x != 1 and name not in self.kernel.constants:
+                numbers[name] = x
+                kind += (type(x), -(2**31) <= x < 2**31)
+            else:
+                kind += (x.dtype, x.device) if isinstance(x, torch.Tensor) else (type(x), x)
+        known = self.kinds.pop(tuple(kind), None) or Known(names, numbers)
+        self.kinds[tuple(kind)] = known  # the last kind is the latest
+        if len(self.kinds) > KINDS:
+            del self.kinds[next(iter(self.kinds))]
+        changed = {name for name, x in numbers.items() if x != known.numbers[name]}
+        if not changed <= known.varying:
+            known.varying |= changed
+            known.recordings.clear()
+        return known
 
 
 # %% [markdown]
@@ -1055,6 +1056,12 @@ uint8, float16, bfloat16 = torch.uint8, torch.float16, torch.bfloat16
 float32, float64 = torch.float32, torch.float64
 static_range = range
 math = sys.modules[__name__]  # tl.math.exp is tl.exp
+
+
+def cumsum(x: Value, axis: int = 0) -> Value:
+    """The sums of the lanes up to each lane, along an axis."""
+    dtype = x.dtype if x.dtype.is_floating_point else wide(x.dtype)
+    return Value(x.lanes.cumsum(3 + axis % len(x.shape), dtype=dtype))
 
 
 def where(condition: Any, x: Any, y: Any) -> Value:
@@ -1125,12 +1132,6 @@ def expand_dims(x: Value, axis: int) -> Value:
 def trans(x: Value) -> Value:
     """x with its last two axes exchanged."""
     return x.T
-
-
-def cumsum(x: Value, axis: int = 0) -> Value:
-    """The sums of the lanes up to each lane, along an axis."""
-    dtype = x.dtype if x.dtype.is_floating_point else wide(x.dtype)
-    return Value(x.lanes.cumsum(3 + axis % len(x.shape), dtype=dtype))
 
 
 class constexpr:

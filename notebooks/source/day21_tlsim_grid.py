@@ -1118,6 +1118,15 @@ class Kernel:
         run = self.recordings.launch if options_now().replays else self.run
         run((*grid, 1, 1)[:3], given)
 
+    def _bind(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+        kwargs = {name: x for name, x in kwargs.items() if name not in HINTS}
+        try:
+            bound = self.signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{self.__name__}: {error}") from None
+        bound.apply_defaults()
+        return bound.arguments
+
     def run(self, grid: tuple[int, int, int], given: dict[str, Any], numbers: Any = ()) -> None:
         """Run the kernel for each wave of the grid's programs. `numbers` has the data of numbers
         that are tensors already, because a recording needs them."""
