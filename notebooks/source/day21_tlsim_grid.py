@@ -602,7 +602,11 @@ from functools import partial, update_wrapper
 from typing import Any
 
 from nanoserve.kernels.tlsim import rules
+from nanoserve.kernels.tlsim.accesses import check_poison, watch
 from nanoserve.kernels.tlsim.grid import KernelError, _options, _wave, fault
+from nanoserve.kernels.tlsim.replay import Recordings, one_step
+from nanoserve.kernels.tlsim.rules import One, block_shape, broadcasts
+from nanoserve.kernels.tlsim.source import Source, translate
 
 # %% [markdown]
 # ### 1. The programs that run together
@@ -911,11 +915,6 @@ print(offsets.lanes.view(3, 4))
 # `access` finds the lanes that take part. `watch` is the sanitizer and the trace. Then `take` reads memory, or `store`
 # writes it. Look for `clamp` and `torch.where`: a masked lane may point anywhere, and its number is replaced.
 
-# %%
-from nanoserve.kernels.tlsim.accesses import check_poison, watch
-from nanoserve.kernels.tlsim.replay import one_step
-from nanoserve.kernels.tlsim.rules import block_shape, broadcasts
-
 
 # %% jupyter={"source_hidden": true}
 # lands in nanoserve/kernels/tlsim/memory.py: load, store, access, fitting, take
@@ -1062,10 +1061,6 @@ with running(three):
 # wave, and `_argument` makes pointers of tensors. Look for `source.function()`: a Python function in which `tl` means
 # tlsim, whatever it meant outside.
 
-# %%
-from nanoserve.kernels.tlsim.replay import Recordings
-from nanoserve.kernels.tlsim.rules import One
-from nanoserve.kernels.tlsim.source import Source, translate
 
 # %% jupyter={"source_hidden": true}
 # lands in nanoserve/kernels/tlsim/launch.py: HINTS, Kernel, ARGUMENTS, waves, jit

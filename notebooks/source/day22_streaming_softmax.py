@@ -676,7 +676,8 @@ def distances(length):
     slots = torch.randperm(2_048, generator=generator)[:1_024]
     exact = paged_attention_reference(q.double(), *pools.double(), slots, 3)
     oracle = paged_attention_reference(q, *pools, slots, 3)
-    outs = [launched(kernel, q, *pools, slots, 3, tile=tile) for tile in sizes]
+    with tlsim.options(checks=False):  # the cases above ran with checks; here are 2,047 turns
+        outs = [launched(kernel, q, *pools, slots, 3, tile=tile) for tile in sizes]
     assert all(torch.allclose(out, oracle, atol=ATOL, rtol=RTOL) for out in outs)
     return [float((out - oracle).abs().max()) for out in outs], float((oracle - exact).abs().max())
 
