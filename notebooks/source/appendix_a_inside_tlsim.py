@@ -275,89 +275,116 @@ def one_branch_changes_the_type(x_ptr, n):
 attempt(one_branch_changes_the_type, x, 2)
 
 # %% [markdown]
-# `n` is 2, so the branch is not taken; it is refused all the same. `If`, `While` and Day 22's `Loop` are **regions**:
-# code that runs several times, or with some programs off. `If` runs both branches, `While` runs the body of a loop
-# that makes no turn, and `select` is `a if condition else b`.
+# `n` is 2, so the branch is not taken; it is refused all the same.
+#
+# Python's own `if` and `for` cannot do that. So tlsim runs the statements of a kernel itself: `Run` has a method for
+# each of `for`, `while` and `if`, and `select` is `a if condition else b`. Other statements are compiled, one at a time,
+# and executed by Python. Look at `If`: the branch that is not taken runs first, with all programs off, and `merge`
+# compares the types of what both branches have bound.
 
 # %%
-from collections.abc import Callable, Iterator
+import ast
+import builtins
+from collections.abc import Callable
 
-from nanoserve.kernels.tlsim.loops import Loop, Region
+from nanoserve.kernels.tlsim.grid import off
+from nanoserve.kernels.tlsim.loops import Range, kept
 from nanoserve.kernels.tlsim.values import Value, as_value
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/kernels/tlsim/source.py: If, Exit, While, select, named
-class If(Region):
-    """An `if`, or `a if c else b`. With checks, a condition that is known only when the kernel runs
-    makes the branch that is not taken run too, before the other one and with all programs off."""
-
-    where = "is {} before the if or in one branch, and {} after a branch"
-
-    def __iter__(self) -> Iterator[bool]:
-        taken, self.bound = bool(self.head), []
-        self.both = isinstance(self.head, Value) and current().options.checks
-        if self.both:
-            yield from self.off(not taken)
-        yield taken
-
-    def carry(self, names: list[str], now: dict[str, Any]) -> list[Any]:
-        """The names' values after a branch. What only the other branch has bound is not bound."""
-        self.bound.append({name for name in names if now.get(name) is not None} | {*self.values})
-        carried = super().carry(names, now) if self.both else [now.get(name) for name in names]
-        if self.both and len(self.bound) == 1:
-            carried = [x if n in self.values else None for n, x in zip(names, carried, strict=True)]
-            self.values |= {name: now[name] for name in self.bound[0] - {*self.values}}
-        return carried
-
-    def keeps(self, name: str) -> bool:
-        """Whether a name is bound after the `if`: before it, or in each branch that ran."""
-        return all(name in bound for bound in self.bound)
+# lands in nanoserve/kernels/tlsim/source.py: _code, Run, select
+@cache
+def _code(node: ast.AST, file: str) -> Any:
+    if isinstance(node, ast.expr):
+        return compile(ast.Expression(node), file, "eval")
+    return compile(ast.Module([node], []), file, "exec")
 
 
-class Exit(If):
-    """An `if` with a return in a branch: only the branch that is taken runs."""
+class Run:
+    """A run of a kernel's statements. A variable that is bound first in a loop, or in one branch of
+    an `if`, ends with it. With checks, code that no program runs also runs, with all programs off:
+    Triton compiles it."""
 
-    def off(self, _: bool) -> Iterator[bool]:
-        return iter(())
+    def __init__(self, file: str, names: dict[str, Any]) -> None:
+        self.file, self.names = file, names
 
+    def value(self, node: ast.expr) -> Any:
+        """The value of an expression."""
+        return eval(_code(node, self.file), self.names)
 
-class While(Region):
-    """A `while`: all programs take the same number of turns. It runs at least once, as a Loop."""
+    def block(self, statements: list[ast.stmt]) -> tuple | None:
+        """Run statements. Return (result,) if one of them is a return."""
+        for statement in statements:
+            kind = type(statement).__name__
+            if kind == "Return":
+                return (statement.value and self.value(statement.value),)
+            if kind in ("For", "While", "If"):
+                if returned := getattr(self, kind)(statement, dict(self.names)):
+                    return returned
+            else:
+                exec(_code(statement, self.file), self.names)
+        return None
 
-    def __iter__(self) -> Iterator[None]:
-        more = bool(self.head())
-        if not more and current().options.checks:
-            yield from self.off(None)
+    def merge(self, before: dict[str, Any]) -> dict[str, Any]:
+        """Keep the old values in programs that are not active. Remove and return new variables."""
+        for name, old in before.items():
+            new = self.names[name]
+            if new is not old and isinstance(old, Value) and isinstance(new, Value):
+                self.names[name] = before[name] = kept(name, old, new)
+        return {name: self.names.pop(name) for name in self.names.keys() - before.keys()}
+
+    def For(self, node: ast.For, before: dict[str, Any]) -> None:
+        bounds = self.value(node.iter)
+        if not isinstance(bounds, Range | builtins.range):
+            raise fault("a kernel loops only over range, tl.range or tl.static_range")
+        for self.names[node.target.id] in bounds:
+            self.block(node.body)
+            if isinstance(bounds, Range):  # else unrolled, and variables may change their types
+                self.merge(before)
+
+    def While(self, node: ast.While, before: dict[str, Any]) -> None:
+        if not (more := bool(self.value(node.test))) and current().options.checks:
+            with off():
+                self.block(node.body)
+                self.merge(before)
         while more:
-            yield
-            more = bool(self.head())
+            self.block(node.body)
+            self.merge(before)
+            more = bool(self.value(node.test))
+
+    def If(self, node: ast.If, before: dict[str, Any]) -> tuple | None:
+        condition = self.value(node.test)
+        branches = (node.body, node.orelse) if condition else (node.orelse, node.body)
+        if not isinstance(condition, Value) or not current().options.checks:
+            return self.block(branches[0])
+        other = {}
+        if not any(isinstance(n, ast.Return) for n in ast.walk(node)):
+            with off():
+                self.block(branches[1])
+                other = self.merge(before)
+        returned = self.block(branches[0])
+        for name, new in self.merge(before).items():
+            if name in other:
+                self.names[name] = kept(name, other[name], new) if isinstance(new, Value) else new
+        return returned
 
 
 def select(condition: Any, then: Callable[[], Any], other: Callable[[], Any]) -> Any:
     """`then() if condition else other()`."""
-    for taken in (region := If(condition, {})):
-        result = then() if taken else other()
-        result = as_value(result) if region.both else result
-        region.carry(["the result"], {"the result": result})
-    return result
-
-
-def named(x: Any) -> Any:
-    """The value that an assignment binds: a number becomes a tensor, unless it is tl.constexpr."""
-    if isinstance(x, tuple):
-        return tuple(map(named, x))
-    return as_value(x) if isinstance(x, int | float) else x
+    taken, skipped = (then, other) if condition else (other, then)
+    if not isinstance(condition, Value) or not current().options.checks:
+        return taken()
+    with off():
+        off_value = as_value(skipped())
+    return kept("the result", off_value, as_value(taken()))
 
 
 # %% [markdown]
-# Python has no hook for `if` and `for`. So `Source` reads the text of a kernel as a tree, refuses the
-# statements that Triton does not have, and `Rewrite` puts in the calls of regions. `translate` gives each global name
-# of a kernel its meaning in tlsim. Look for `_region`: a line before the statement, a line at the end of its body, and
-# lines after it.
+# Before that, `Source` reads the text of the kernel as a tree and refuses the statements that Triton does not have.
+# `translate` gives each global name of a kernel its meaning in tlsim, whatever it meant outside.
 
 # %%
-import ast
 import inspect
 import textwrap
 from types import ModuleType, SimpleNamespace
@@ -368,36 +395,43 @@ from nanoserve.kernels.tlsim.grid import KernelError, source_name
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/kernels/tlsim/source.py: REFUSED, ALLOWED, BUILTINS, CONTROL, Source and 2 more
+# lands in nanoserve/kernels/tlsim/source.py: REFUSED, Source, named, ALLOWED, BUILTINS, translate
 REFUSED = {"Break", "Continue", "Try", "Raise", "With", "Lambda", "ClassDef", "Yield", "Import"}
-ALLOWED = (len, list, float, int, isinstance, getattr, hasattr, print, locals)
-BUILTINS = {f.__name__: f for f in ALLOWED} | {"range": language.range}
-BUILTINS |= {"min": language.minimum, "max": language.maximum}
-CONTROL = {f"__{x.__name__}": x for x in (Loop, While, If, Exit, select, named)}
 
 
-class Source:
-    """A kernel's function, compiled with its control flow rewritten."""
+class Source(ast.NodeTransformer):
+    """The statements of a kernel's function, and the globals that they use."""
 
     def __init__(self, fn: Callable) -> None:
         try:
             lines, first = inspect.getsourcelines(fn)
         except (OSError, TypeError):
             raise KernelError(f"{fn.__name__}: the source of this kernel cannot be read") from None
-        tree, file = ast.parse(textwrap.dedent("".join(lines))), inspect.getsourcefile(fn)
-        function, self.fn = ast.increment_lineno(tree, first - 1).body[0], fn
-        for node in ast.walk(function):
+        self.fn, self.file = fn, inspect.getsourcefile(fn)
+        tree = ast.increment_lineno(ast.parse(textwrap.dedent("".join(lines))), first - 1)
+        for node in ast.walk(tree.body[0]):
             kind = type(node).__name__
             inside = [type(n).__name__ for n in ast.walk(node)] if kind in ("For", "While") else []
             if kind in REFUSED or "Return" in inside or (inside and node.orelse):
                 what = kind.lower() if kind in REFUSED else "return or else in a loop"
-                raise KernelError(f"{source_name(file)}, line {node.lineno}: Triton has no {what}")
-        function.decorator_list, function.returns = [], None
-        for arg in (arg for arg in ast.walk(function.args) if isinstance(arg, ast.arg)):
-            arg.annotation = None
-        names = {n.id for n in ast.walk(function) if isinstance(n, ast.Name)}
-        self.names = names - {*fn.__code__.co_varnames, *fn.__code__.co_cellvars}  # its globals
-        self.code = compile(ast.fix_missing_locations(Rewrite().visit(tree)), file, "exec")
+                where = f"{source_name(self.file)}, line {node.lineno}"
+                raise KernelError(f"{where}: Triton has no {what}")
+        body = ast.Module(tree.body[0].body)  # without the decorator's name
+        names = {n.id for n in ast.walk(body) if isinstance(n, ast.Name)}
+        self.names = names - {*fn.__code__.co_varnames, *fn.__code__.co_cellvars}
+        self.body = ast.fix_missing_locations(self.visit(tree)).body[0].body
+
+    def visit_Assign(self, node: ast.Assign) -> ast.Assign:
+        """`x = 1` binds a tensor; `x: tl.constexpr = 1` a number."""
+        node.value = ast.Call(ast.Name("__named", ast.Load()), [node.value], [])
+        return self.generic_visit(node)
+
+    def visit_IfExp(self, node: ast.IfExp) -> ast.expr:
+        """`a if c else b` becomes __select(c, lambda: a, lambda: b)."""
+        none = ast.arguments([], [], None, [], [], None, [])
+        branches = (ast.Lambda(none, branch) for branch in (node.body, node.orelse))
+        call = ast.Call(ast.Name("__select", ast.Load()), [node.test, *branches], [])
+        return self.generic_visit(call)
 
     def globals(self) -> dict[str, Any]:
         """The present values of the globals that the kernel uses."""
@@ -406,72 +440,25 @@ class Source:
         cells = zip(self.fn.__code__.co_freevars, cells, strict=True)
         return known | {name: cell.cell_contents for name, cell in cells}
 
-    def function(self) -> Callable:
-        """The kernel as a Python function, with the present values of its globals."""
-        space = {"__tlsim__": True, "__builtins__": BUILTINS, **CONTROL}
+    def run(self, arguments: dict[str, Any]) -> Any:
+        """Run the function for all programs of the current wave. Return what it returns."""
+        names = {"__builtins__": BUILTINS, "__named": named, "__select": select}
         for name, x in self.globals().items():
-            space[name] = translate(x, f"{self.fn.__name__} reads the global {name}")
-        exec(self.code, space)
-        return space[self.fn.__name__]
+            names[name] = translate(x, f"{self.fn.__name__} reads the global {name}")
+        returned = Run(self.file, names | arguments).block(self.body)
+        return returned and returned[0]
 
 
-class Rewrite(ast.NodeTransformer):
-    """Rewrite a kernel's control flow as loops over regions. `for i in range(n): body` becomes
-
-    region = __Loop(range(n), locals())
-    for i in region:
-        body
-        [a, i] = region.carry(["a", "i"], locals())
-    if not region.keeps("a"): a = None; del a  # and the same for i
-    """
-
-    def visit_Assign(self, node: ast.Assign) -> ast.Assign:
-        node.value = _call("named", node.value)
-        return self.generic_visit(node)
-
-    def visit_IfExp(self, node: ast.IfExp) -> ast.expr:
-        then, other = _function(node.body), _function(node.orelse)
-        return self.generic_visit(_call("select", node.test, then, other))
-
-    def visit_For(self, node: ast.For) -> Any:
-        if ast.unparse(node.iter).partition("(")[0].endswith("static_range"):
-            return self.generic_visit(node)  # unrolled: i is a plain number
-        return self._region(node, "Loop", node.iter, ast.unparse(node.target), node.body)
-
-    def visit_While(self, node: ast.While) -> Any:
-        return self._region(node, "While", _function(node.test), "__turn", node.body)
-
-    def visit_If(self, node: ast.If) -> Any:
-        kind = "Exit" if any(isinstance(n, ast.Return) for n in ast.walk(node)) else "If"
-        taken = f"__taken_{node.lineno}_{node.col_offset}"
-        branch = ast.If(ast.Name(taken, ast.Load()), node.body, node.orelse)
-        return self._region(node, kind, node.test, taken, [self.generic_visit(branch)])
-
-    def _region(self, node: Any, kind: str, head: ast.expr, target: str, body: list) -> list:
-        stored = (n for n in ast.walk(node) if isinstance(n, ast.Name))
-        names = sorted({n.id for n in stored if isinstance(n.ctx, ast.Store)})
-        region = f"__region_{node.lineno}_{node.col_offset}"
-        source = f"{region} = __{kind}(0, locals())\nfor {target} in {region}:\n"
-        source += f" [{', '.join(names)}] = {region}.carry({names}, locals())\n"
-        for name in names:
-            source += f"if not {region}.keeps({name!r}): {name} = None; del {name}\n"
-        new = ast.parse(source)
-        for part in ast.walk(new):
-            ast.copy_location(part, node)
-        new.body[0].value.args[0] = self.visit(head)
-        body = body if target.startswith("__taken") else self.generic_visit(ast.Module(body)).body
-        new.body[1].body[:0] = body
-        return new.body
+def named(x: Any) -> Any:
+    """The value that an assignment binds: a number becomes a tensor."""
+    if isinstance(x, tuple):
+        return tuple(map(named, x))
+    return as_value(x) if isinstance(x, int | float) else x
 
 
-def _call(name: str, *args: ast.expr) -> ast.Call:
-    return ast.Call(ast.Name(f"__{name}", ast.Load()), [*args], [])
-
-
-def _function(body: ast.expr) -> ast.Lambda:
-    return ast.Lambda(ast.arguments([], [], None, [], [], None, []), body)
-
-
+ALLOWED = (len, list, float, int, isinstance, getattr, hasattr, print)
+BUILTINS = {f.__name__: f for f in ALLOWED} | {"range": language.range}
+BUILTINS |= {"min": language.minimum, "max": language.maximum}
 _DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
 
 
@@ -498,16 +485,25 @@ def translate(x: Any, use: str = "") -> Any:
 
 
 # %%
-source = inspect.getsource(one_branch_changes_the_type.fn)
-print(ast.unparse(Rewrite().visit(ast.parse(source))))
+def with_a_break(x_ptr):
+    for i in range(4):
+        break
+
+
+try:
+    Source(with_a_break)
+except KernelError as error:
+    print(error)
 
 # %% [markdown]
 # The messages name a line of the kernel. `kernel_line` looks through the call stack, or through the traceback of an
-# error of Python, for the innermost function that tlsim compiled.
+# error of Python, for the innermost statement that `Run` runs. `off` switches all programs off for a while.
 
 # %%
 import linecache
 import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 
@@ -515,7 +511,7 @@ from nanoserve.kernels.tlsim.grid import Options, Wave
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/kernels/tlsim/grid.py: KernelError, kernel_line, source_name, fault
+# lands in nanoserve/kernels/tlsim/grid.py: KernelError, off, kernel_line, source_name, fault
 class KernelError(ValueError):
     """A kernel broke a rule of Triton or accessed wrong memory. The message names the line."""
 
@@ -524,12 +520,22 @@ _options: ContextVar[Options] = ContextVar("options")
 _wave: ContextVar[Wave] = ContextVar("wave")
 
 
+@contextmanager
+def off() -> Iterator[None]:
+    """Run code of a kernel with all programs off: it computes, and neither loads nor stores."""
+    wave, outer = current(), current().active
+    wave.active = torch.zeros(1, 1, 1, dtype=torch.bool, device=wave.ids[0].device)
+    yield
+    wave.active = outer
+
+
 def kernel_line(error: Exception | None = None) -> tuple[str, int]:
-    """File and line of the running kernel, from the innermost frame that tlsim compiled."""
+    """File and line of the statement that runs, in the innermost kernel."""
     inward = list(traceback.walk_tb(error.__traceback__)) if error else []
-    frames = inward[::-1] or traceback.walk_stack(None)
-    found = ((f.f_code.co_filename, line) for f, line in frames if "__tlsim__" in f.f_globals)
-    return next(found, ("no kernel", 0))
+    for frame, _ in inward[::-1] or traceback.walk_stack(None):
+        if "statement" in frame.f_locals and frame.f_code.co_name == "block":  # of source.Run
+            return frame.f_locals["self"].file, frame.f_locals["statement"].lineno
+    return "no kernel", 0
 
 
 def source_name(file: str) -> str:
@@ -717,7 +723,6 @@ for one in seen.accesses:
 print("bytes loaded:", seen.bytes("load"), "   distinct:", seen.distinct_bytes("load", "x_ptr"))
 
 # %%
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from nanoserve.kernels.tlsim.grid import kernel_line, options
@@ -862,8 +867,9 @@ from nanoserve.kernels.tlsim.grid import options_now
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/kernels/tlsim/replay.py: HOST, KINDS, RECORDINGS, SMALL, one_step and 4 more
+# lands in nanoserve/kernels/tlsim/replay.py: HOST, STORES, KINDS, RECORDINGS, SMALL and 4 more
 HOST = {"__bool__", "__int__", "__float__", "__index__", "item", "tolist"}
+STORES = {"index_copy_", "index_add_"}
 KINDS, RECORDINGS = 64, 16  # what a kernel keeps: kinds of launches, and recordings of each
 SMALL = 1 << 16  # the most elements of a result that is used again
 
@@ -876,51 +882,44 @@ def one_step(function: Callable) -> Callable:
 class Recorder(TorchFunctionMode):
     """Notes the torch calls that depend on the inputs, each as a line of Python."""
 
-    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+    def __init__(self, inputs: dict[str, torch.Tensor]) -> None:
         super().__init__()
-        self.names = {id(x): name for name, x in tensors.items()}  # and of what depends on them
+        self.names = {id(x): name for name, x in inputs.items()}  # and of what depends on them
         self.steps: list[tuple[str, str, set[str], bool]] = []  # result, line, used names, is small
-        self.space: dict[str, Any] = {"torch": torch, "device": torch.device}  # for the lines
-        self.alive, self.stored, self.works = [tensors], set(), True
+        self.space: dict[str, Any] = {"torch": torch}  # what else the lines refer to
+        self.alive, self.stored, self.works = [inputs], set(), True
 
     def __torch_function__(self, func, types, args=(), kwargs=None) -> Any:
-        out, used = func(*args, **(kwargs or {})), set()
+        out, used, name, kwargs = func(*args, **(kwargs or {})), set(), func.__name__, kwargs or {}
         texts = [self._text(x, used) for x in args]
-        texts += [f"{key}={self._text(x, used)}" for key, x in (kwargs or {}).items()]
-        call = f"{self._name(func.__name__, func)}({', '.join(texts)})"
-        if func.__name__ in ("index_copy_", "index_add_"):
+        texts += [f"{key}={self._text(x, used)}" for key, x in kwargs.items()]
+        call = f"{self._name(name, func)}({', '.join(texts)})"
+        if name in STORES:
             self.steps.append(("", call, used, False))
             self.stored.add(texts[0])
-        elif used and func.__name__ in HOST:
+        elif used and name in HOST:
             self.steps.append(("", f"if {call} != {out!r}: return None", used, True))
             self.works &= not self.stored
         elif used and isinstance(out, torch.Tensor) and id(out) not in self.names:
-            self.note(out, call, used)
-        elif used and isinstance(out, tuple | list) and not isinstance(out, torch.Size):
-            self.works = False  # several results: no step of tlsim has them
+            self.names[id(out)] = result = f"t{len(self.alive)}"
+            self.alive.append(out)  # so that no other tensor gets its id
+            self.steps.append((result, f"{result} = {call}", used, out.numel() <= SMALL))
         return out
-
-    def note(self, out: torch.Tensor, call: str, used: set[str]) -> None:
-        """Note a call with its result."""
-        self.names[id(out)] = result = f"t{len(self.alive)}"
-        self.alive.append(out)  # so that no other tensor gets its id
-        self.steps.append((result, f"{result} = {call}", used, out.numel() <= SMALL))
 
     def _text(self, x: Any, used: set[str]) -> str:
         if id(x) in self.names:
             used.add(self.names[id(x)])
             return self.names[id(x)]
         if isinstance(x, tuple | list):
-            parts = "".join(self._text(part, used) + ", " for part in x)
-            return f"({parts})" if isinstance(x, tuple) else f"[{parts}]"
-        plain = x is None or isinstance(x, int | str | torch.dtype | torch.device)
+            return f"[{', '.join(self._text(part, used) for part in x)}]"
+        plain = x is None or isinstance(x, int | str | torch.dtype)
         return repr(x) if plain else self._name("c", x)
 
     def _name(self, name: str, x: Any) -> str:
-        number = ""
-        while self.space.setdefault(f"{name}{number}", x) is not x:
-            number = len(self.space)
-        return f"{name}{number}"
+        found = name
+        while self.space.setdefault(found, x) is not x:
+            found = f"{name}{len(self.space)}"
+        return found
 
 
 class Recording:
@@ -953,19 +952,9 @@ def _function(name: str, inputs: list[str], steps: list, returned: list[str]) ->
     lines, needed = [f"    return [{', '.join(returned)}]"], {*inputs, *returned}
     for result, line, used, _ in reversed(steps):
         if result in needed or not result:  # else nothing uses the result
-            done = "".join(f"; del {name}" for name in sorted(used - needed))
-            lines.append(f"    {line}{done}")
+            lines.append("; del ".join([f"    {line}", *sorted(used - needed)]))
             needed |= used
     return "\n".join([f"def {name}({', '.join(inputs)}):", *reversed(lines), "\n"])
-
-
-class Known:
-    """What is known about the launches of one kind."""
-
-    def __init__(self, names: dict[str, Any], numbers: dict[str, int | float]) -> None:
-        self.names, self.numbers = names, numbers  # the kernel's globals; the numbers at first
-        self.varying = {name for name, x in numbers.items() if isinstance(x, float)}
-        self.recordings, self.works = [], True  # the latest first; whether they can be replayed
 
 
 class Recordings:
@@ -974,64 +963,45 @@ class Recordings:
     input, as tensors and fractions are."""
 
     def __init__(self, kernel: Any) -> None:
-        self.kernel, self.kinds, self.last = kernel, {}, (None, None)
+        self.kernel, self.known = kernel, lru_cache(KINDS)(lambda *_: SimpleNamespace(first=None))
 
     def launch(self, grid: tuple[int, int, int], given: dict[str, Any]) -> None:
         """Replay a recording, or record the launch if none holds."""
-        names, inputs, tables, state = self.kernel.source.globals(), {}, [], []
-        exact = [grid, options_now().wave, *map(id, names.values())]
+        uses, inputs, numbers, tables, state = self.kernel.source.globals(), {}, {}, {}, []
+        kind, device = [grid, options_now().wave, *map(id, uses.values())], None
         for name, x in given.items():
             if isinstance(x, torch.Tensor):
-                inputs[name] = x
-                exact += (x.dtype, x.device)
+                inputs[name], device = x, x.device
+                kind += (x.dtype, device)
                 if not x.dtype.is_floating_point:
-                    tables.append(x)
+                    tables[name] = x
                     state += (id(x), x._version)
-            else:
-                exact += (type(x), x)
-        known = self.last[1] if exact == self.last[0] else self._find(exact, names, given)
-        self.last = exact, known
-        for name in known.varying:
-            inputs[name] = given[name]
-            state.append(repr(given[name]))
-        for i, recording in enumerate(known.recordings):
-            if recording.runs(inputs.values(), state, tables):
-                known.recordings.insert(0, known.recordings.pop(i))
-                return
-        if not known.works:
-            self.kernel.run(grid, given)
-            return
-        recorder, numbers = Recorder(inputs), {}
-        device = next((x.device for x in inputs.values() if isinstance(x, torch.Tensor)), "cpu")
-        with recorder:
-            for name in known.varying:
-                like = {"dtype": number_dtype(given[name], None), "device": device}
-                numbers[name] = torch.full((1, 1, 1), given[name], **like)
-                recorder.note(numbers[name], f"torch.full((1, 1, 1), {name}, **{like})", {name})
-            self.kernel.run(grid, given, numbers)
-        settled = known.varying | {
-            n for n, x in inputs.items() if any(x is table for table in tables)
-        }
-        recording, known.works = Recording(recorder, list(inputs), settled), recorder.works
-        known.recordings[:] = [recording, *known.recordings][: RECORDINGS * known.works]
-
-    def _find(self, exact: list[Any], names: dict[str, Any], given: dict[str, Any]) -> Known:
-        kind, numbers = exact[: 2 + len(names)], {}
-        for name, x in given.items():
-            if type(x) in (int, float) and x != 1 and name not in self.kernel.constants:
+            elif type(x) in (int, float) and x != 1 and name not in self.kernel.constants:
                 numbers[name] = x
                 kind += (type(x), -(2**31) <= x < 2**31)
             else:
-                kind += (x.dtype, x.device) if isinstance(x, torch.Tensor) else (type(x), x)
-        known = self.kinds.pop(tuple(kind), None) or Known(names, numbers)
-        self.kinds[tuple(kind)] = known  # the last kind is the latest
-        if len(self.kinds) > KINDS:
-            del self.kinds[next(iter(self.kinds))]
-        changed = {name for name, x in numbers.items() if x != known.numbers[name]}
-        if not changed <= known.varying:
+                kind += (type(x), x)
+        known = self.known(*kind)
+        if known.first is None:
+            known.first, known.uses, known.found = numbers, uses, []  # the latest is the first
+            known.varying = {name for name, x in numbers.items() if isinstance(x, float)}
+        if known.first != numbers:
+            changed = {name for name, x in numbers.items() if x != known.first[name]}
+            known.found *= changed <= known.varying  # else no recording holds
             known.varying |= changed
-            known.recordings.clear()
-        return known
+        for name in known.varying:
+            dtype = number_dtype(numbers[name], None)
+            inputs[name] = torch.full((1, 1, 1), numbers[name], dtype=dtype, device=device)
+            state.append(repr(numbers[name]))
+        for i, recording in enumerate(known.found):
+            if recording.runs(inputs.values(), state, tables):
+                known.found.insert(0, known.found.pop(i))
+                return
+        with Recorder(inputs) as recorder:
+            self.kernel.run(grid, given, {name: inputs[name] for name in known.varying})
+        if recorder.works:
+            recording = Recording(recorder, [*inputs], known.varying | {*tables})
+            known.found[:] = [recording, *known.found][:RECORDINGS]
 
 
 # %% [markdown]

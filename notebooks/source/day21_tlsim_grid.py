@@ -929,8 +929,7 @@ def load(pointer: Value, mask: Any = None, other: Any = None, **_) -> Value:
     mask, live = access("load", pointer, mask)
     flat, at, width = pointer.buffer.flat, pointer.data, pointer.width
     if live is not None:  # lanes that take no part may point anywhere
-        rows = live.any(-1, keepdim=True) if width > 1 else live
-        at = torch.where(rows, at, 0)
+        at = torch.where(live.any(-1, keepdim=True) if width > 1 else live, at, 0)
     shape = at.shape if width == 1 else (*at.shape[:-1], width)
     data = take(flat, at.flatten(), width, shape, live is not None)
     if mask is not None:
@@ -946,10 +945,7 @@ def store(pointer: Value, value: Any, mask: Any = None, adds: bool = False, **_)
     _, live = access("atomic_add" if adds else "store", pointer, mask)
     flat, shape = pointer.buffer.flat, (*current().programs.shape, *pointer.shape)
     data = fitting(pointer, value, "a value").to(flat.dtype)
-    at, data = (
-        x.flatten() if x.shape == shape else x.expand(shape).flatten()
-        for x in (pointer.lanes, data)
-    )
+    at, data = (x.expand(shape).flatten() for x in (pointer.lanes, data))
     if live is not None:
         lanes = live.expand(shape).flatten().nonzero().squeeze(1)
         at, data = at.index_select(0, lanes), data.index_select(0, lanes)
@@ -1063,7 +1059,7 @@ with running(three):
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/kernels/tlsim/launch.py: HINTS, Kernel, ARGUMENTS, waves, jit
+# lands in nanoserve/kernels/tlsim/launch.py: HINTS, Kernel, waves, jit
 HINTS = {"num_warps", "num_stages", "num_ctas", "maxnreg"}  # for a compiler: accepted and ignored
 
 
@@ -1073,18 +1069,11 @@ class Kernel:
     def __init__(self, fn: Callable) -> None:
         while hasattr(fn, "fn"):  # wrapped by triton.jit or triton.autotune
             fn = fn.fn
-        self.fn = fn
         update_wrapper(self, fn)
-        self.signature, self.source, self.recordings = (
-            inspect.signature(fn),
-            Source(fn),
-            Recordings(self),
-        )
-        self.parameters = self.signature.parameters.keys()
+        self.fn, self.source, self.recordings = fn, Source(fn), Recordings(self)
+        self.signature = inspect.signature(fn)
         kinds = ((name, p.annotation) for name, p in self.signature.parameters.items())
-        self.constants = {
-            n for n, k in kinds if getattr(k, "__name__", str(k)).endswith("constexpr")
-        }
+        self.constants = {name for name, kind in kinds if "constexpr" in str(kind)}
 
     def __getitem__(self, grid: Any) -> Callable:
         return partial(self.launch, grid)
@@ -1092,7 +1081,7 @@ class Kernel:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run this kernel inside another kernel, which calls it."""
         current()
-        return self.source.function()(*args, **kwargs)
+        return self.source.run(self._bind(args, kwargs))
 
     @torch.no_grad()
     def launch(self, grid: Any, *args: Any, **kwargs: Any) -> None:
@@ -1102,19 +1091,25 @@ class Kernel:
         parameters stay as they are. Raises TypeError for arguments that do not fit the signature,
         ValueError for a wrong grid or several devices, and KernelError for an error in the kernel.
         """
-        given = dict(zip(self.parameters, args, strict=False)) | kwargs
-        if len(args) + len(kwargs) != len(given) or given.keys() != self.parameters:
-            given = self._bind(args, kwargs)
+        given = self._bind(args, {name: x for name, x in kwargs.items() if name not in HINTS})
         grid = grid(given) if callable(grid) else grid
         grid = (grid,) if isinstance(grid, int) else grid
-        sizes = isinstance(grid, tuple) and all(isinstance(n, int) and n >= 0 for n in grid)
-        if not sizes or not 1 <= len(grid) <= 3:
+        sizes = (
+            [n for n in grid if isinstance(n, int) and n >= 0] if isinstance(grid, tuple) else []
+        )
+        if not 1 <= len(sizes) == len(grid) <= 3:
             raise ValueError(f"{self.__name__}: a grid must be one to three sizes, got {grid}")
         run = self.recordings.launch if options_now().replays else self.run
         run((*grid, 1, 1)[:3], given)
 
     def _bind(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-        kwargs = {name: x for name, x in kwargs.items() if name not in HINTS}
+        """Arguments by name, with the defaults."""
+        given = dict(zip(self.signature.parameters, args, strict=False)) | kwargs
+        if (
+            len(args) + len(kwargs) == len(given)
+            and given.keys() == self.signature.parameters.keys()
+        ):
+            return given  # fast
         try:
             bound = self.signature.bind(*args, **kwargs)
         except TypeError as error:
@@ -1122,21 +1117,21 @@ class Kernel:
         bound.apply_defaults()
         return bound.arguments
 
-    def run(self, grid: tuple[int, int, int], given: dict[str, Any], numbers: Any = ()) -> None:
-        """Run the kernel for each wave of the grid's programs. `numbers` has the data of numbers
-        that are tensors already, because a recording needs them."""
+    def run(self, grid: tuple[int, int, int], given: dict[str, Any], inputs: Any = ()) -> None:
+        """Run the kernel for each wave of programs. `inputs`: numbers that are tensors already."""
         devices = {x.device for x in given.values() if isinstance(x, torch.Tensor)}
         if len(devices) > 1:
             raise ValueError(f"{self.__name__}: needs one device, got {sorted(map(str, devices))}")
         for name, x in given.items():
-            if not (name in self.constants or x is None or isinstance(x, ARGUMENTS)):
+            if name not in self.constants and not isinstance(x, torch.Tensor | int | float | None):
                 raise TypeError(f"{self.__name__}: {name} must not be a {type(x).__name__}")
-        function, accessed = self.source.function(), {}
-        for ids in waves(grid, options_now()):
-            wave = Wave(grid, tuple(part.to(*devices) for part in ids), options_now(), accessed)
-            with running(wave):
-                arguments = {name: self._argument(name, x) for name, x in given.items()}
-                function(**arguments | {name: Value(numbers[name]) for name in numbers})
+        options, accessed = options_now(), {}
+        for ids in waves(grid, options):
+            with running(Wave(grid, tuple(part.to(*devices) for part in ids), options, accessed)):
+                numbers = {name: Value(inputs[name]) for name in inputs}
+                self.source.run(
+                    {name: self._argument(name, x) for name, x in given.items()} | numbers
+                )
 
     def _argument(self, name: str, x: Any) -> Any:
         if x is None or name in self.constants:
@@ -1146,21 +1141,18 @@ class Kernel:
         return One(1) if type(x) is int and x == 1 else as_value(x)
 
 
-ARGUMENTS = (torch.Tensor, int, float)
-
-
 def waves(grid: tuple[int, int, int], options: Options) -> Iterator[tuple[torch.Tensor, ...]]:
     """The ids of each wave's programs, in the form of Wave.ids. Waves cut the longest axis."""
-    (x, y, _), size = grid, grid[0] * grid[1] * grid[2]
+    (x, y, z), axis = grid, grid.index(max(grid))
     if options.order == "serial":
         shuffled = torch.Generator().manual_seed(options.seed)
-        for program in torch.randperm(size, generator=shuffled).tolist():
+        for program in torch.randperm(x * y * z, generator=shuffled).tolist():
             place = (program % x, program // x % y, program // (x * y))
             yield tuple(torch.full((1, 1, 1), i, dtype=torch.int32) for i in place)
-    elif size:
+    elif x * y * z:
         i, j, k = (torch.arange(n, dtype=torch.int32) for n in grid)
-        ids, axis = [i.view(-1, 1, 1), j.view(1, -1, 1), k.view(1, 1, -1)], grid.index(max(grid))
-        for part in ids[axis].split(max(1, options.wave * max(grid) // size), axis):
+        ids = [i.view(-1, 1, 1), j.view(1, -1, 1), k.view(1, 1, -1)]
+        for part in ids[axis].split(max(1, options.wave * grid[axis] // (x * y * z)), axis):
             yield *ids[:axis], part, *ids[axis + 1 :]
 
 
