@@ -626,7 +626,7 @@ def test_what_a_loop_carries_keeps_its_type_and_shape():
             total += tl.zeros((4,), tl.float32)
 
     with refuses(
-        rf"line {line_of(type_changes, 'for _')}: total is \[\] torch.int32 before and \[\] torch.float"
+        rf"line {line_of(type_changes, 'for _')}: total is \[\] torch.int32 before and \[\] torch.f"
     ):
         type_changes[(1,)](3)
     with refuses(r"total is \[\] torch.float32 before and \[4\] torch.float32 after"):
