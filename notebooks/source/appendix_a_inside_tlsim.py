@@ -416,10 +416,10 @@ class Source(ast.NodeTransformer):
                 what = kind.lower() if kind in REFUSED else "return or else in a loop"
                 where = f"{source_name(self.file)}, line {node.lineno}"
                 raise KernelError(f"{where}: Triton has no {what}")
-        body = ast.Module(tree.body[0].body)  # without the decorator's name
+        body = ast.Module(tree.body[0].body, [])
         names = {n.id for n in ast.walk(body) if isinstance(n, ast.Name)}
-        self.names = names - {*fn.__code__.co_varnames, *fn.__code__.co_cellvars}
-        self.body = ast.fix_missing_locations(self.visit(tree)).body[0].body
+        self.names = names - {*fn.__code__.co_varnames, *fn.__code__.co_cellvars}  # its globals
+        self.body = ast.fix_missing_locations(self.visit(body)).body
 
     def visit_Assign(self, node: ast.Assign) -> ast.Assign:
         """`x = 1` binds a tensor; `x: tl.constexpr = 1` a number."""
@@ -593,12 +593,9 @@ from nanoserve.kernels.tlsim.values import aligned
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/kernels/tlsim/accesses.py: NOBODY, SEVERAL, ORDERED, watch and 2 more
+# lands in nanoserve/kernels/tlsim/accesses.py: NOBODY, SEVERAL, LARGE, watch, everywhere and 1 more
 NOBODY, SEVERAL = -1, -2  # beside the numbers of programs
-ORDERED = {
-    "load": ("store", "loads what another program has stored,"),
-    "store": ("load", "stores where another program loads,"),
-}
+LARGE = 1 << 24  # elements; who loads from a larger buffer is not recorded
 
 
 def watch(kind: str, pointer: Value, live: torch.Tensor | None) -> None:
@@ -634,13 +631,16 @@ def _check_order(kind: str, pointer: Value, live: torch.Tensor | None) -> None:
     def refuse(lanes: torch.Tensor, action: str) -> None:
         _refuse(torch.zeros_like(live).masked_scatter(live, lanes), pointer, action)
 
-    if kind in ORDERED:  # atomic additions may come in any order
-        other, action = ORDERED[kind]
-        refuse(by_others(_accessed(flat, other)[at]), action)
-        known = _accessed(flat, kind)
-        before = by_others(known[at])
-        known[at] = mine
-        known[at[before | (known[at] != mine)]] = SEVERAL
+    if kind == "load":
+        refuse(by_others(_accessed(flat, "store")[at]), "loads what another program has stored,")
+    elif kind == "store":
+        refuse(by_others(_accessed(flat, "load")[at]), "stores where another program loads,")
+    if kind == "atomic_add" or (kind == "load" and len(flat) > LARGE):
+        return  # atomic additions may come in any order
+    known = _accessed(flat, kind, writes=True)
+    before = by_others(known[at])
+    known[at] = mine
+    known[at[before | (known[at] != mine)]] = SEVERAL
     if kind == "store":
         refuse(known[at] != mine, "stores where another program has stored,")
         lane, last = torch.arange(len(at), device=at.device), torch.empty_like(known)
@@ -648,13 +648,16 @@ def _check_order(kind: str, pointer: Value, live: torch.Tensor | None) -> None:
         refuse(last[at] != lane, "stores where another lane of the same store has stored,")
 
 
-def _accessed(flat: torch.Tensor, kind: str) -> torch.Tensor:
+def _accessed(flat: torch.Tensor, kind: str, writes: bool = False) -> torch.Tensor:
     """For each element of a buffer, the program that has accessed it. Two arguments at one address
     with elements of one size share what is known."""
     known, place = current().accessed, (kind, flat.data_ptr(), flat.element_size())
-    before = known.get(place, flat.new_empty(0, dtype=torch.int64))
-    more = max(0, len(flat) - len(before))  # above 0: first access, or first by a longer argument
-    known[place] = torch.cat([before, before.new_full((more,), NOBODY)])
+    nobody = torch.full((1,), NOBODY, device=flat.device)
+    if place not in known and not writes:
+        return nobody.expand(len(flat))
+    before = known.get(place, nobody[:0])
+    if len(before) < len(flat):  # the first access, or the first by a longer argument
+        known[place] = torch.cat([before, nobody.expand(len(flat) - len(before))])
     return known[place]
 
 
@@ -820,13 +823,24 @@ def doubled(x, replay):
 
 for x in (torch.arange(10.0), torch.ones(10)):
     assert torch.equal(doubled(x, replay=True), 2 * x)
-(known,) = double.recordings.kinds.values()
-print(known.recordings[0].source)
 
 # %% [markdown]
-# That is the recording: the kernel without its Python. Offsets and masks depend on no tensor, so they were computed
-# once and became constants. The second launch, with another tensor, ran only these lines. How much time does that
-# save? The work here is ten numbers, so nearly all of the time is Python:
+# What does a recording look like? `Recorder` notes each torch call that depends on an argument, and `Recording` makes
+# a function of the notes:
+
+# %%
+from nanoserve.kernels.tlsim.replay import Recorder, Recording
+
+inputs = {"x": x, "out": torch.zeros(10)}
+with tlsim.options(checks=False), Recorder(inputs) as recorder:
+    double[(3,)](inputs["x"], inputs["out"], 10, BLOCK=4)
+print(Recording(recorder, ["x", "out"], set()).source.strip())
+
+# %% [markdown]
+# That is the kernel without its Python. Offsets and masks depend on no tensor, so they were computed once and became
+# constants. Calls that depend only on integers, such as a block table, go to `prepare`, which runs again only when
+# they change. `replay` has the others. How much time does a recording save? The work here is ten numbers, so nearly all
+# of the time is Python:
 
 # %%
 today.predict("replay", "How many times as fast is a replayed launch?", guess=None)
@@ -845,25 +859,34 @@ assert times["replay"] < times["run"]
 # %% [markdown]
 # What may a recording not assume? Where the kernel reads a number on the host, such as the turns of a loop, the
 # recording holds for that number only. `Recorder` writes a test into the recording, and if the test fails, the launch
-# is recorded again. The kernel of Day 22 with 37 keys, and then with 38, in tiles of 16:
+# is recorded again. Here is the kernel of Day 22, in tiles of 16 keys. With 37 keys its loop has three turns, with 49
+# it has four:
 
 # %%
+from unittest.mock import patch
+
 from nanoserve.kernels.dispatch import launch
 from nanoserve.kernels.paged_attention import paged_attention_kernel
 
 kernel = tlsim.jit(paged_attention_kernel)
 q, pools = torch.randn(1, 9, 1, 64), torch.randn(2, 64, 3, 64)
-with tlsim.options(checks=False, replay=True):
+options = tlsim.options(checks=False, replay=True)
+with options, patch.object(kernel, "run", wraps=kernel.run) as spy:  # runs the kernel's Python
     for kv_len in (37, 38, 39, 49):
         launch(kernel, q, *pools, torch.arange(kv_len), 3, tile=16)
-        (known, *_) = kernel.recordings.kinds.values()
-        print(f"{kv_len} keys: {len(known.recordings)} recordings")
+        print(f"{kv_len} keys: the kernel's Python ran {spy.call_count} times so far")
+
+# %% [markdown]
+# 38 keys: `kv_len` has changed for the first time, so the launch is recorded again, with `kv_len` as an input. 39 keys:
+# replayed. 49 keys: another number of turns, recorded again.
 
 # %%
+from functools import lru_cache
+
 from torch.overrides import TorchFunctionMode, wrap_torch_function
 
-from nanoserve.kernels.tlsim import rules, values
 from nanoserve.kernels.tlsim.grid import options_now
+from nanoserve.kernels.tlsim.rules import number_dtype
 
 
 # %% jupyter={"source_hidden": true}
