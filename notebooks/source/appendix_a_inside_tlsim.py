@@ -45,8 +45,9 @@ today.picture("inside-tlsim")
 # here, before it reaches a GPU, and a right kernel must run fast enough for an engine. The parts below do that.
 #
 # - **Typing rules and refusals**: a kernel that runs here compiles in Triton.
-# - **Sanitizer**: a wrong address, or an order between programs, is an error with a line, a program and a lane.
-# - **Trace**: what a kernel loads and stores, counted.
+# - **Sanitizer**: a wrong address is an error that names line, program and lane. So is a result that depends on the
+#   order of programs.
+# - **Trace**: all loads and stores of a kernel, and their bytes.
 # - **Capture and replay**: the Python of a launch runs once, and its torch calls run again and again.
 
 # %%
@@ -69,8 +70,8 @@ def attempt(kernel, *arguments, grid=(2,), **constants):
 # %% [markdown]
 # ## Typing rules
 #
-# In torch, `float16 + float32` is float32. In Triton too, but not every pair of types agrees: the rules are Triton's,
-# and a kernel that relies on others gives other numbers on a GPU. The kernel below prints the types of some results.
+# Which type has `bfloat16 * int32`? In torch it is bfloat16, in Triton float32. tlsim follows Triton, because a kernel
+# must have the same types here and on a GPU. The kernel below prints the types of some results.
 
 
 # %%
@@ -584,8 +585,8 @@ attempt(two_lanes_one_address, x, torch.zeros(16))
 
 # %% [markdown]
 # For each buffer the sanitizer keeps two tensors as long as the buffer: for each element, which program has stored
-# there, and which program has loaded from there. Each access is compared with both. Look at `_check_order`, and at
-# `SEVERAL`: an element that several programs load may not be stored to by any.
+# there, and which program has loaded from there. Each access is compared with them. Look at `_check_order`, and at
+# `SEVERAL`: no program may store to an element that several programs load.
 
 # %%
 from nanoserve.kernels.tlsim.grid import fault
@@ -681,8 +682,9 @@ def _refuse(wrong: torch.Tensor, pointer: Value, action: str) -> None:
 # %% [markdown]
 # ## Atomics
 #
-# Sometimes many programs must add to one number. `tl.atomic_add` is that: each addition is whole, and the order of
-# additions is open. Float sums then differ in their last digits from run to run. The sanitizer lets it pass.
+# Sometimes many programs must add to one number. An **atomic** addition reads, adds and writes, and no other program
+# comes between. The order of the additions is open, so on a GPU a float sum can differ in its last digits from run to
+# run. The sanitizer accepts `tl.atomic_add`.
 
 
 # %%
@@ -800,9 +802,9 @@ def trace() -> Iterator[Trace]:
 # ## Capture and replay
 #
 # Where does the time of a launch go? With checks off, a small kernel is mostly Python: names, shapes, types. The work
-# is a dozen torch calls. And the next launch with the same shapes makes the same calls. So **capture** records them
-# once as a flat list, and **replay** runs the list with new tensors and numbers. A CUDA graph is the same idea on a
-# GPU; Day 31 uses both.
+# is a dozen torch calls, and the next launch with the same shapes makes the same calls. So **capture** records the calls
+# once, and **replay** makes them again with new tensors and numbers. A CUDA graph is the same idea on a GPU; Day 31
+# uses both.
 
 
 # %%
@@ -857,8 +859,8 @@ if (guess := today.guess("replay")) is not None:
 assert times["replay"] < times["run"]
 
 # %% [markdown]
-# What may a recording not assume? Where the kernel reads a number on the host, such as the turns of a loop, the
-# recording holds for that number only. `Recorder` writes a test into the recording, and if the test fails, the launch
+# When does a recording not hold? Where Python reads a number, such as the turns of a loop, the
+# recording holds for that number only. `Recorder` writes a test into the recording. If the test fails, the launch
 # is recorded again. Here is the kernel of Day 22, in tiles of 16 keys. With 37 keys its loop has three turns, with 49
 # it has four:
 
@@ -1158,17 +1160,17 @@ def __getattr__(name: str) -> Any:
 # %% [markdown]
 # ## What you learned
 #
-# 1. **A simulator is useful as far as it refuses.** A kernel that runs here and fails on a GPU would be worse than no
-#    simulator.
-# 2. **An order that the hardware does not promise is a fault, also when the numbers are right.** The sanitizer records
-#    who stored where, and so finds it.
-# 3. **The Python of a launch is the same every time.** Record its torch calls once, and run the list.
+# 1. **A simulator has to refuse what the compiler refuses.** Otherwise a kernel runs here and fails on a GPU.
+# 2. **A result that depends on the order of programs is a fault, also when its numbers are right.** The sanitizer
+#    records which program stored where, and so finds it.
+# 3. **The Python of a launch is the same every time.** Record its torch calls once, and run the recording.
 #
 # ## Back to the days
 #
 # Day 23 sends a kernel to Triton's compiler. Day 31 captures attention in a CUDA graph on a GPU and replays it with
 # tlsim on a CPU.
 #
-# **In one paragraph.** tlsim's core runs a kernel line by line for all programs. Around it stand rules that refuse
-# what Triton refuses, a sanitizer that records who stored where, a trace that counts bytes, and a recorder that runs
-# the torch calls of a launch again without its Python. They change no number of a right kernel.
+# **In one paragraph.** tlsim's core runs a kernel line by line for all programs. Around it are rules that refuse
+# what Triton refuses, a sanitizer that records which program stored where, a trace that counts bytes, and a recorder
+# that repeats the torch calls of a launch without its Python. Sanitizer, trace and replay change no number of a right
+# kernel.
