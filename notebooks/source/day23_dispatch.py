@@ -85,54 +85,18 @@ source = inspect.getsource(simulated.fn)
 print("names that only one runtime binds:", [x for x in ("torch", "tlsim", "cuda") if x in source])
 
 # %% [markdown]
-# Which runtimes can run it here? Triton is published for Linux alone. Compiled, the kernel needs an
-# NVIDIA GPU of **compute capability** 7.5 or newer: a T4 has it, and so do all later GPUs. And
-# there is a third runtime: with `TRITON_INTERPRET=1` set **before** Triton is imported, Triton compiles
-# nothing and runs the kernel line by line in NumPy, slowly and on any processor.
+# Three runtimes run it:
 #
-# `why_not_triton` returns a reason instead of False, so that an error can show the reason.
-
-
-# %% jupyter={"source_hidden": true}
-# lands in nanoserve/kernels/dispatch.py: BACKENDS, LEAST_CAPABILITY, has_triton, why_not_triton
-BACKENDS = ("triton", "tlsim", "reference")
-LEAST_CAPABILITY = (7, 5)  # that of a T4; Triton does not support older GPUs
-
-
-def has_triton() -> bool:
-    """Whether Triton can be imported. Triton is published for Linux only."""
-    try:
-        import triton
-    except ImportError:
-        return False
-    return True
-
-
-def why_not_triton(device: torch.device) -> str | None:
-    """The reason why Triton cannot run on a device; None where it can."""
-    if not has_triton():
-        return "Triton cannot be imported"
-    if type(paged_attention_kernel).__name__ == "InterpretedFunction":
-        return None  # TRITON_INTERPRET=1 was set: Triton's interpreter runs anywhere
-    if device.type != "cuda":
-        return "it is not a CUDA GPU, and TRITON_INTERPRET=1 was not set before Triton was imported"
-    capability = torch.cuda.get_device_capability(device)
-    if capability < LEAST_CAPABILITY:
-        has, needs = (".".join(map(str, pair)) for pair in (capability, LEAST_CAPABILITY))
-        return f"its compute capability is {has}, and Triton needs {needs}"
-    return None
-
-
-# %% tags=["nbval-ignore-output"]
-print("Triton installed:", has_triton())
-print("on the CPU:", why_not_triton(torch.device("cpu")))
-assert has_triton() or why_not_triton(torch.device("cpu")) == "Triton cannot be imported"
-
-# %% [markdown]
+# - **tlsim**, on any machine.
+# - **Triton's compiler**. Triton is published for Linux alone. The compiled kernel needs an NVIDIA GPU of **compute
+#   capability** 7.5 or newer: a T4 has it, and so do all later GPUs.
+# - **Triton's interpreter**. With `TRITON_INTERPRET=1` set **before** Triton is imported, Triton compiles
+#   nothing. It runs the kernel line by line in NumPy, slowly and on any processor.
+#
 # ## The launch: a grid and eight strides
 #
 # A kernel gets a pointer to the first element of each tensor, and no shape. All else that it needs
-# to compute addresses is passed as numbers. The kernel begins like this:
+# to compute addresses is passed as numbers. Day 22's kernel begins like this:
 #
 #     query = tl.program_id(0)
 #     head = tl.program_id(1)
@@ -152,8 +116,7 @@ for name, x in (("the view that attention makes", q), ("the same, copied", q.con
     print(f"{name:30} {list(x.shape)} strides {x.stride()}")
 
 # %% [markdown]
-# The same shape and the same numbers, but a program that steps with the wrong strides lands in another
-# head.
+# The shape and the numbers are the same. A program that uses the wrong strides loads from another head.
 #
 # ## Your turn: `launch_arguments`
 #
@@ -190,9 +153,9 @@ def launch_arguments(q, k_pool, v_pool, out):
 
 
 # %% [markdown]
-# The launch that lands has them written out in the call. It takes the kernel as Triton or tlsim made it,
-# as an argument. It also fixes two things: `BLOCK_D` is head_dim
-# rounded up to a power of two (Day 21 said why), and `out` is always contiguous.
+# The launch that lands has the grid and the strides written out in the call. Its first argument is the kernel, as
+# Triton or tlsim made it. It fixes two more things: `BLOCK_D` is head_dim rounded up to a power of two (Day 21),
+# and `out` is always contiguous. The cell below holds the package's version; from here on this notebook uses it.
 
 
 # %% jupyter={"source_hidden": true}
@@ -259,8 +222,8 @@ assert torch.allclose(out, oracle, atol=ATOL, rtol=RTOL)
 # %% [markdown]
 # ## What a wrong pointer does
 #
-# Now make a common mistake: 9 query heads share 3 KV heads, so `n_rep` is 3. Say 2. The
-# kernel divides the head by it, multiplies by a stride, and loads from there.
+# Now make a common mistake. Nine query heads share three KV heads, so `n_rep` is 3. Pass 2 instead. The
+# kernel divides the head by `n_rep`, multiplies by a stride, and loads from there.
 
 # %%
 k_pool, v_pool = torch.randn(2, 10 * block_size, n_kv, head_dim, generator=generator)
@@ -273,8 +236,8 @@ print("heads that are right:", sum(heads), "of", n_q)
 
 # %% [markdown]
 # No error, and the sanitizer of Day 21 reports nothing either. Query head 8 computed KV head 4,
-# where there are 0, 1 and 2. Its address is that of the **next slot's** KV head 1: inside the buffer, a real key. The
-# result is a **plausible number**. A model generates fluent nonsense from it, and no error appears.
+# and the KV heads are 0, 1 and 2. Its address is that of the **next slot's** KV head 1: inside the buffer, a real key.
+# The result is a **plausible number**. A model generates fluent nonsense from it, and no error appears.
 #
 # The sanitizer checks only that an address lies in its buffer. Which key was *meant* follows from the arguments, so the
 # host has to check them before the launch. tlsim does find a slot outside the pool. A GPU would load what lies there.
@@ -288,10 +251,17 @@ except tlsim.KernelError as error:
     print(str(error).splitlines()[0].partition(": ")[2])
 
 # %% [markdown]
-# So the host checks, and each message names the argument and both numbers. Read the end of the cell too:
-# the **values** of the slots are checked on the CPU alone. On a GPU such a check would wait for all
-# the work that is queued there, in every layer of every token; there it runs on request. Three helpers stand
-# apart from `check_attention`, because another function calls them too, on Day 28.
+# So the host checks, and each message names the argument and both numbers. The last lines check the **values** of
+# the slots, on a CPU alone. On a GPU such a check would wait for all queued work, in every layer of every token.
+# There it runs on request. Three helpers stand apart from `check_attention`, because Day 28's function calls them too.
+
+# %%
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
 
 
 # %% jupyter={"source_hidden": true}
@@ -393,19 +363,10 @@ print(refusal(q, k_pool, v_pool.half(), slots, 3))
 # %% [markdown]
 # ## Two launchers
 #
-# Check, then launch: once with the kernel as Triton has it, once with tlsim's. The CPU path switches the
+# Check, then launch: one function with Triton's kernel, one with tlsim's. The CPU path switches the
 # sanitizer off, since `check_attention` has checked the arguments and the kernel is tested. It also chooses its own
-# tile. On a GPU a program is 128 threads, and a tile is what their
-# registers can hold; in tlsim all programs move together and each operation costs its start, so that few
-# and large tiles are better. `TILE` is a parameter of the kernel.
-
-# %%
-import os
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from functools import cache
+# tile. On a GPU a tile must fit the registers of a program. In tlsim all programs run together and each torch call
+# has a fixed cost, so few and large tiles are better.
 
 
 # %% jupyter={"source_hidden": true}
@@ -453,7 +414,7 @@ LANES = 1 << 15  # keys per loop iteration, over all programs of a wave; they fi
 # %% [markdown]
 # ## Your turn: `choose`
 #
-# Which backend runs? Write the rule as a plain function of four arguments, so that every line of its truth
+# Which backend runs? Write the rule as a plain function of four arguments. Then every line of its truth
 # table can be tested without the machine:
 #
 # | device | Triton installed | capability | override | answer |
@@ -465,10 +426,10 @@ LANES = 1 << 15  # keys per loop iteration, over all programs of a wave; they fi
 # | any | | | `"tlsim"` or `"reference"` | as the override says |
 # | any | | | another name | ValueError that names it |
 #
-# `capability` is a pair such as `(9, 0)`, and None where there is no GPU. (Tensors can lie on the CPU of
-# a machine that has one: the device decides.) The table makes two decisions. Without an override nothing
-# is refused: the engine runs, if slowly. An override is never replaced by another backend: whoever asks for Triton and
-# gets tlsim would measure the wrong backend without a sign of it.
+# `capability` is a pair such as `(9, 0)`, and None where there is no GPU. The device of the tensors decides: they can
+# lie on the CPU of a machine that has a GPU. The table makes two decisions. Without an override nothing
+# is refused: the engine runs, if slowly. An override is never replaced by another backend: a user who asks for Triton
+# and gets tlsim would measure the wrong backend without a sign of it.
 
 
 # %%
@@ -487,7 +448,7 @@ def choose(device_type, has_triton, capability, override=None):
     able = device_type == "cuda" and has_triton and capability >= (7, 5)
     if override is None:
         return "triton" if able else "tlsim"
-    if override not in BACKENDS:
+    if override not in ("triton", "tlsim", "reference"):
         raise ValueError(f"there is no backend {override!r}")
     if override == "triton" and not able:
         raise ValueError(f'"triton" cannot run on {device_type} here')
@@ -495,13 +456,42 @@ def choose(device_type, has_triton, capability, override=None):
 
 
 # %% [markdown]
-# The package finds these facts out by itself. The override comes from `use_backend(...)`, for
-# a few lines of a program, or from the environment variable `NANOSERVE_BACKEND`, for a whole run. And where
-# a GPU is present and not used, `select_backend` warns once, with the reason.
+# The package finds these facts out by itself. `why_not_triton` returns a reason instead of False, so that an error
+# can show the reason. The override comes from `use_backend(...)`, for a few lines of a program, or from the
+# environment variable `NANOSERVE_BACKEND`, for a whole run. Where a GPU is present and not used, `select_backend`
+# warns once, with the reason.
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/kernels/dispatch.py: select_backend, use_backend
+# lands in nanoserve/kernels/dispatch.py: BACKENDS, LEAST_CAPABILITY, has_triton and 3 more
+BACKENDS = ("triton", "tlsim", "reference")
+LEAST_CAPABILITY = (7, 5)  # that of a T4; Triton does not support older GPUs
+
+
+def has_triton() -> bool:
+    """Whether Triton can be imported. Triton is published for Linux only."""
+    try:
+        import triton
+    except ImportError:
+        return False
+    return True
+
+
+def why_not_triton(device: torch.device) -> str | None:
+    """The reason why Triton cannot run on a device; None where it can."""
+    if not has_triton():
+        return "Triton cannot be imported"
+    if type(paged_attention_kernel).__name__ == "InterpretedFunction":
+        return None  # TRITON_INTERPRET=1 was set: Triton's interpreter runs anywhere
+    if device.type != "cuda":
+        return "it is not a CUDA GPU, and TRITON_INTERPRET=1 was not set before Triton was imported"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < LEAST_CAPABILITY:
+        has, needs = (".".join(map(str, pair)) for pair in (capability, LEAST_CAPABILITY))
+        return f"its compute capability is {has}, and Triton needs {needs}"
+    return None
+
+
 def select_backend(device: torch.device | str) -> str:
     """The backend for tensors on a device: "triton" on a GPU that Triton supports, else "tlsim".
 
@@ -638,8 +628,7 @@ assert torch.equal(out, right)
 # %% [markdown]
 # ## The same three pieces elsewhere
 #
-# A kernel, a fallback, a selector. Look for them in two widely used engines (file names as
-# of 2026; files move):
+# A kernel, a fallback, a selector. Two widely used engines have them too (file names as of 2026; files move):
 #
 # | | nanoserve | vLLM | SGLang |
 # | --- | --- | --- | --- |
@@ -648,22 +637,17 @@ assert torch.equal(out, right)
 # | fallback | tlsim | on a CPU: `backends/cpu_attn.py` | `torch_native_backend.py`, beside them |
 # | selector | `select_backend` | `get_attn_backend` in `selector.py` | `ATTENTION_BACKENDS` in `attention_registry.py` |
 #
-# vLLM's selector calls the platform's: `get_attn_backend_cls` in `vllm/platforms/cuda.py` or `cpu.py`.
-# SGLang's name comes from `server_args.py`.
-#
 # - **vLLM** keeps a list of backends for each kind of GPU, in order of preference. Each backend
-#   returns its reasons against running: the dtype, the head size, the capability. vLLM takes the first without a
-#   reason. A backend that was chosen by name and has a reason is an error that lists it. That is
+#   returns its reasons against running: the dtype, the head size, the capability. vLLM takes the first backend without
+#   a reason. If a backend was chosen by name and has a reason, vLLM raises an error that lists it. That is
 #   `why_not_triton` and the override in a larger form.
 # - **SGLang** keeps names and constructors in a registry, and takes a default from the hardware and
-#   the installed packages: FlashAttention on a Hopper GPU, or FlashInfer if it can be imported, or Triton.
-#   Its `torch_native` gathers keys and values by slot, one sequence after another, and calls PyTorch's
-#   attention. You wrote that on Day 18.
+#   the installed packages. Its `torch_native` gathers keys and values by slot, one sequence after another, and calls
+#   PyTorch's attention. You wrote that on Day 18.
 #
-# There are two differences. Both engines choose once, when the server starts, since a server has one
-# kind of GPU; nanoserve chooses at every call, so that one program may hold tensors on two devices. And neither
-# fallback runs the kernel's own source: theirs is another implementation. nanoserve's fallback is the kernel itself,
-# which is why a laptop can test it.
+# There are two differences. Both engines choose once, when the server starts; nanoserve chooses at every call, so that
+# one program may hold tensors on two devices. And their fallbacks are other implementations. nanoserve's fallback is
+# the kernel's own source, which is why a laptop can test it.
 #
 # ## Three runtimes, one table
 #
@@ -671,24 +655,25 @@ assert torch.equal(out, right)
 # prefill, continuation, one KV head, a KV head for each query head, a head_dim that is no power of two, more keys
 # than a tile. The keys lie in scattered blocks, NaN in every other slot, and `q` is a view. In three
 # dtypes every runtime is compared with the oracle, within `tolerance(dtype)`.
+#
+# `agreement`, in the middle of the next cell, is that comparison. The rest is for reading: `main` makes a program of
+# it, so that another process or another machine can run it. It prints the rows as JSON, and with `--record` it writes
+# them to a file. If a runtime does not agree, nothing is recorded.
 
 # %%
 import argparse
 import json
-import math
-import platform
-import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import date
 from pathlib import Path
+
+from nanoserve.bench.machine import DATA, machine, save_run
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/bench/agreement.py: Runtime, BLOCK, AttentionShape, SHAPES and 3 more
+# lands in nanoserve/bench/agreement.py: Runtime, BLOCK, AttentionShape, SHAPES and 5 more
 Runtime = Callable[..., torch.Tensor]  # arguments and result of paged_attention_reference
 BLOCK = 16  # tokens in a block of draw's pools
 
@@ -779,79 +764,6 @@ def draw(shape: AttentionShape, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     return q.transpose(1, 2).to(dtype), k_pool, v_pool, slots
 
 
-# %% [markdown]
-# The runtimes come from the cells above. A result needs its label: on what machine, with which versions. One
-# function describes the machine, for every recorded run and for `nanoserve doctor`, and another writes the file.
-
-
-# %% jupyter={"source_hidden": true}
-# lands in nanoserve/bench/machine.py: DATA, machine, _driver, _version, save_run
-DATA = Path("notebooks/data")  # where runs are recorded, from the root of a clone
-
-
-def machine(
-    device: torch.device | str, packages: Sequence[str] = ("torch", "triton")
-) -> dict[str, object]:
-    """The description of this machine in every recorded run and in `nanoserve doctor`.
-
-    Keys: device, driver and cuda (None without an NVIDIA GPU), platform, threads, versions (None
-    for a package that is not installed), date.
-    """
-    device = torch.device(device)
-    gpu = device.type == "cuda"
-    return {
-        "device": torch.cuda.get_device_name(device) if gpu else device.type.upper(),
-        "driver": _driver() if gpu else None,
-        "cuda": torch.version.cuda if gpu else None,
-        "platform": f"{platform.system()} {platform.machine()}",
-        "threads": torch.get_num_threads(),
-        "versions": {
-            "python": platform.python_version(),
-            **{package: _version(package) for package in packages},
-        },
-        "date": date.today().isoformat(),
-    }
-
-
-def _driver() -> str | None:
-    """The driver's version as nvidia-smi prints it; None where nvidia-smi gives no version."""
-    smi = shutil.which("nvidia-smi")
-    if smi is None:
-        return None
-    query = [smi, "--query-gpu=driver_version", "--format=csv,noheader"]
-    printed = subprocess.run(query, capture_output=True, text=True)
-    lines = printed.stdout.split() if printed.returncode == 0 else []
-    return lines[0] if lines else None
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def save_run(run: Mapping[str, object], benchmark: str, folder: Path = DATA) -> Path:
-    """Write a run as JSON, for example as attention_h200.json for an "NVIDIA H200".
-
-    `run` holds the keys of `machine` and its own. Raises ValueError if the folder is missing.
-    """
-    if not folder.is_dir():
-        raise ValueError(f"no folder {folder.as_posix()} here: run this at the root of a clone")
-    device = str(run["device"]).lower().removeprefix("nvidia ")
-    path = folder / f"{benchmark}_{re.sub(r'[^a-z0-9]+', '_', device).strip('_')}.json"
-    path.write_text(json.dumps(run, indent=1) + "\n", encoding="utf-8")
-    return path
-
-
-# %% [markdown]
-# The next cell makes a program of the table, so that another process, or another machine, can fill it in: it
-# prints the rows as JSON, with the machine, and with `--record` it writes them to a file. If a runtime does not
-# agree, nothing is recorded.
-
-
-# %% jupyter={"source_hidden": true}
-# lands in nanoserve/bench/agreement.py: runtimes_of, main
 def runtimes_of(device: torch.device) -> dict[str, Runtime]:
     """The runtimes that can run the kernel on a device in this process: {name: function}."""
     runtimes = {"tlsim": paged_attention_tlsim}
@@ -942,18 +854,25 @@ columns = {"tlsim": [row for row in here if row.runtime == "tlsim"], "interprete
 if own := [row for row in here if row.runtime == "compiled"]:
     columns["this GPU"] = own
 columns |= gpus
+print(f"{'largest difference, of all 8 cases':36}", *(f"{name:>12}" for name in columns))
+for dtype in ("float32", "float16", "bfloat16"):
+    worst = [max(r.largest for r in rows if r.dtype == dtype) for rows in columns.values()]
+    print(f"{dtype:36}", *(f"{difference:12.1e}" for difference in worst))
+    assert dtype != "float32" or 0 < max(worst) < ATOL
+used = max(r.used for rows in columns.values() for r in rows if r.dtype == "float32")
+print(f"in float32, at most {used:.3f} of what the tolerance allows is used")
+if (guess := today.guess("apart")) is not None:
+    print(f"your guess: 10 to the minus {guess}")
+assert used < 0.2
+
+# %% [markdown]
+# All 24 rows, to look things up:
+
+# %% tags=["nbval-ignore-output"]
 print(f"{'largest difference from the oracle':36}", *(f"{name:>12}" for name in columns))
 for cells in zip(*columns.values()):
     row = f"{cells[0].dtype:9} {cells[0].shape}"
     print(f"{row:36}", *(f"{cell.largest:12.1e}" for cell in cells))
-worst = max(row.largest for rows in columns.values() for row in rows if row.dtype == "float32")
-used = max(row.used for rows in columns.values() for row in rows if row.dtype == "float32")
-print(f"float32 at worst {worst:.0e}")
-if (guess := today.guess("apart")) is not None:
-    print(f"your guess: 10 to the minus {guess}")
-print(f"of what the tolerance allows in float32, at most {used:.3f} is used")
-assert 0 < worst < ATOL
-assert used < 0.2
 
 # %% jupyter={"source_hidden": true}
 # Draws the plot: Who ran the kernel
@@ -984,16 +903,17 @@ ax.set(xlim=(min(edges), max(edges)), ylim=(7.6, -0.7), yticks=range(len(names))
 fig
 
 # %% [markdown]
-# In float32 the runtimes add the same products in tiles of different sizes and in different orders. How much of Day 18's
-# tolerance that takes, at worst, is the last line above the plot. The first token has one key and nothing to add: a
-# difference of 0 there means equal bits.
+# In float32 the runtimes add the same products in tiles of different sizes and in different orders. The line
+# "in float32" above says how much of Day 18's tolerance that takes, at worst. The first token has one key and nothing
+# to add: a difference of 0 there means equal bits.
 #
-# In 16 bits (the table has them) the formats have fewer digits, so expect larger differences. With a single query a
-# difference can be anything from 0 to one unit of the format: a sum close to
-# the middle between two neighbours may be rounded to either. Then which one is off: the kernel, or the oracle?
-# Compare both with the reference in float64.
+# In 16 bits the formats have fewer digits, so expect larger differences. With a single query a
+# difference can be anything from 0 to one unit of the format: a sum close to the middle between two neighbours may be
+# rounded to either. Is the kernel off then, or the oracle? Compare both with the reference in float64.
 
 # %% tags=["nbval-ignore-output"]
+import math
+
 for dtype in (torch.float16, torch.bfloat16):
     nearer = {"several queries": [], "a single query": []}
     equal = {"several queries": [], "a single query": []}
@@ -1012,14 +932,12 @@ for dtype in (torch.float16, torch.bfloat16):
     assert sum(nearer["several queries"]) > 2
 
 # %% [markdown]
-# Where the **kernel** is nearer, this is why: it sums in float32 and rounds once, at the end; for several queries the
-# oracle rounds queries, scores and weights on the way. For a single query the oracle computes in float32 too, and
-# the two can tie. An oracle is what you compare with; it need not be the most precise sum. Here it is
-# the engine's own plain sum.
+# Where the **kernel** is nearer, the reason is this: it sums in float32 and rounds once, at the end. For several
+# queries the oracle rounds queries, scores and weights on the way. For a single query the oracle computes in float32
+# too, and the two can tie. An oracle is what you compare with. It need not be the most precise sum.
 #
-# The plot leaves out time (Day 26 measures it, and the interpreter is far too slow for a model)
-# and keys of a real model. And agreement on eight cases is not agreement on all; the tests under
-# `tests/` try some hundred more.
+# The plot leaves out time (Day 26 measures it) and the keys of a real model. Agreement on eight cases is not agreement
+# on all: the tests under `tests/` try some hundred more.
 #
 # ## Compiled here, for another machine's GPU
 #
@@ -1031,7 +949,7 @@ for dtype in (torch.float16, torch.bfloat16):
 
 # %%
 def compiled_for(capability):
-    """The kernel in float32, compiled for a card: 75 is a T4, 80 an A100, 90 an H200, 100 a B200."""
+    """The kernel in float32, compiled for a GPU: 75 is a T4, 80 an A100, 90 an H200, 100 a B200."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -1045,7 +963,10 @@ def compiled_for(capability):
 
 
 # %% tags=["nbval-ignore-output"]
+import re
+
 able = has_triton() and os.environ.get("TRITON_INTERPRET") != "1"
+most = 0
 for capability in (75, 80, 90, 100) if able else ():
     binary = compiled_for(capability)
     shared, ptx = binary.metadata.shared, binary.asm["ptx"].splitlines()
@@ -1061,17 +982,20 @@ for capability in (75, 80, 90, 100) if able else ():
     counts = {name: sum(bool(re.search(p, line)) for line in code) for name, p in parts.items()}
     print(f"{len(code):,} instructions,".rjust(35), counts)
     assert f"sm_{capability}" in target
-    assert 0 <= shared <= 64 * 1024
-if not able:
+    most = max(most, shared)
+if able:
+    print(f"at most {most} bytes of shared memory: {most / (64 * 1024):.1%} of a T4's 64 KiB")
+    assert most <= 64 * 1024
+else:
     print("To compile here, install Triton and unset TRITON_INTERPRET.")
 
 # %% [markdown]
-# Few lines of Python became many lines of PTX. A part of them are instructions, written out for each
-# thread's share of a tile: loads from memory, float sums, shuffles that pass sums between threads, and
-# addresses and masks. The rest are directives and labels. And almost no shared memory: this kernel
-# multiplies and sums in registers, with no `tl.dot`. Day 28 will change that, and then the limit counts.
+# A few lines of Python became many lines of PTX. Some of them are instructions, written out for each
+# thread's share of a tile: loads, float sums, shuffles that pass sums between threads, addresses and masks. The rest
+# are directives and labels. The last line says how much shared memory it takes: this kernel multiplies and sums in
+# registers, with no `tl.dot`. Day 29 changes that, and then the limit counts.
 #
-# Compiled is not run. Whether the code is *right* is in the table above, from the GPU where it ran.
+# Compiled is not run. The table above says whether the code is *right*, on the GPU where it ran.
 #
 # ## What you learned
 #

@@ -109,7 +109,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from nanoserve.bench.correctness import WrongAnswer
-from nanoserve.bench.machine import DATA, machine, save_run
 
 # %% jupyter={"source_hidden": true}
 # lands in nanoserve/bench/runner.py: MODELS, KV_LENS, ROTATED, AttentionPath and 2 more
@@ -308,15 +307,87 @@ def device_clock(device: str | torch.device) -> Clock:
 
 
 # %% [markdown]
-# The rest is bookkeeping, for reading rather than writing: the label that makes a number checkable. Device, driver,
-# versions, date, the command, the peak bandwidth, and Day 24's fit of every sweep.
+# The rest is bookkeeping, for reading rather than writing. A number can be checked only with its label: device,
+# driver, versions, date and the command. `machine` makes the label, for every recorded run and for
+# `nanoserve doctor`, and `save_run` writes the file.
 
 # %%
 import argparse
+import json
+import platform
+import re
+import shutil
+import subprocess
 import sys
+from datetime import date
+from importlib import metadata
 
 from nanoserve.bench.scaling import ScalingFit, fit_scaling
 from nanoserve.kernels.dispatch import select_backend, use_backend
+
+
+# %% jupyter={"source_hidden": true}
+# lands in nanoserve/bench/machine.py: DATA, machine, _driver, _version, save_run
+DATA = Path("notebooks/data")  # where runs are recorded, from the root of a clone
+
+
+def machine(
+    device: torch.device | str, packages: Sequence[str] = ("torch", "triton")
+) -> dict[str, object]:
+    """The description of this machine in every recorded run and in `nanoserve doctor`.
+
+    Keys: device, driver and cuda (None without an NVIDIA GPU), platform, threads, versions (None
+    for a package that is not installed), date.
+    """
+    device = torch.device(device)
+    gpu = device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(device) if gpu else device.type.upper(),
+        "driver": _driver() if gpu else None,
+        "cuda": torch.version.cuda if gpu else None,
+        "platform": f"{platform.system()} {platform.machine()}",
+        "threads": torch.get_num_threads(),
+        "versions": {
+            "python": platform.python_version(),
+            **{package: _version(package) for package in packages},
+        },
+        "date": date.today().isoformat(),
+    }
+
+
+def _driver() -> str | None:
+    """The driver's version as nvidia-smi prints it; None where nvidia-smi gives no version."""
+    smi = shutil.which("nvidia-smi")
+    if smi is None:
+        return None
+    query = [smi, "--query-gpu=driver_version", "--format=csv,noheader"]
+    printed = subprocess.run(query, capture_output=True, text=True)
+    lines = printed.stdout.split() if printed.returncode == 0 else []
+    return lines[0] if lines else None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def save_run(run: Mapping[str, object], benchmark: str, folder: Path = DATA) -> Path:
+    """Write a run as JSON, for example as attention_h200.json for an "NVIDIA H200".
+
+    `run` holds the keys of `machine` and its own. Raises ValueError if the folder is missing.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"no folder {folder.as_posix()} here: run this at the root of a clone")
+    device = str(run["device"]).lower().removeprefix("nvidia ")
+    path = folder / f"{benchmark}_{re.sub(r'[^a-z0-9]+', '_', device).strip('_')}.json"
+    path.write_text(json.dumps(run, indent=1) + "\n", encoding="utf-8")
+    return path
+
+
+# %% [markdown]
+# A run adds the peak bandwidth, and Day 24's fit of every sweep.
 
 
 # %% jupyter={"source_hidden": true}

@@ -1,46 +1,30 @@
-"""What watches each load and store: the rules of masks, the sanitizer, and the trace."""
+"""What watches each load and store: the sanitizer and the trace."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from nanoserve.kernels.tlsim.grid import current, fault, kernel_line, options
-from nanoserve.kernels.tlsim.rules import broadcasts
-from nanoserve.kernels.tlsim.values import Value, aligned, as_value
+from nanoserve.kernels.tlsim.values import Value, aligned
 
 NOBODY, SEVERAL = -1, -2  # beside the numbers of programs
 LARGE = 1 << 24  # elements; who loads from a larger buffer is not recorded
 
 
-def access(kind: str, pointer: Value, mask: Any) -> tuple[Any, Any]:
-    """Check an access and record it. Return (mask, live): the mask, and the mask within the
-    programs that run, each broadcast to [x, y, z, *shape]; None stands for all lanes."""
-    if not isinstance(pointer, Value) or not pointer.buffer:
-        raise fault(f"tl.{kind} needs pointers, got {getattr(pointer, 'dtype', pointer)}")
-    if mask is not None and (mask := fitting(pointer, mask, "a mask")).dtype != torch.bool:
-        raise fault(f"a mask must be int1, as a comparison returns it, got {mask.dtype}")
-    live, wave = mask, current()
-    if wave.active is not None:
-        (active,) = aligned(wave.active, rank=len(pointer.shape))
-        live = active if mask is None else mask & active
+def watch(kind: str, pointer: Value, live: torch.Tensor | None) -> None:
+    """Check an access, if checks are on, and record it, if a trace is on.
+
+    `live` [x, y, z, *shape] is true in the lanes that take part; None: in all lanes.
+    """
+    wave = current()
     if wave.options.checks:
         outside = (pointer.lanes < 0) | (pointer.lanes >= len(pointer.buffer.flat))
         _refuse(outside if live is None else outside & live, pointer, f"{kind}s outside")
         _check_order(kind, pointer, live)
     if wave.options.trace is not None and not wave.off:
         wave.options.trace.record(kind, pointer, live)
-    return mask, live
-
-
-def fitting(pointer: Value, x: Any, what: str) -> torch.Tensor:
-    """x's lanes, in a shape that broadcasts to the pointer's lanes."""
-    x, shape = as_value(x), pointer.shape
-    if not broadcasts(x.shape, shape):
-        raise fault(f"{what} of shape {list(x.shape)} does not fit pointers {list(shape)}")
-    return aligned(x.lanes, rank=len(shape))[0]
 
 
 def everywhere(pointer: Value, live: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -55,7 +39,9 @@ def _check_order(kind: str, pointer: Value, live: torch.Tensor | None) -> None:
     flat, (offsets, live) = pointer.buffer.flat, everywhere(pointer, live)
     programs = aligned(current().programs, rank=len(pointer.shape))[0].expand(offsets.shape)
     at, mine = offsets[live], programs[live]
-    by_others = lambda programs: (programs != NOBODY) & (programs != mine)  # noqa: E731
+
+    def by_others(programs: torch.Tensor) -> torch.Tensor:
+        return (programs != NOBODY) & (programs != mine)
 
     def refuse(lanes: torch.Tensor, action: str) -> None:
         _refuse(torch.zeros_like(live).masked_scatter(live, lanes), pointer, action)
@@ -128,7 +114,8 @@ class Access:
     @property
     def rows(self) -> int:
         """The number of pieces of consecutive offsets: one per row if coalesced."""
-        offsets, live = self.offsets.flatten(0, -2), self.live.flatten(0, -2)
+        lanes = self.offsets.shape[1:][-1:] or (1,)  # of a row; a number is a row of one
+        offsets, live = self.offsets.reshape(-1, *lanes), self.live.reshape(-1, *lanes)
         joined = live[:, 1:] & live[:, :-1] & (offsets[:, 1:] == offsets[:, :-1] + 1)
         return int(live.sum() - joined.sum())
 

@@ -1,6 +1,5 @@
 """triton.language in torch: tlsim binds a kernel's `tl` to this module."""
 
-import builtins
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -19,7 +18,7 @@ int1, int8, int16, int32, int64 = torch.bool, torch.int8, torch.int16, torch.int
 uint8, float16, bfloat16 = torch.uint8, torch.float16, torch.bfloat16
 float32, float64 = torch.float32, torch.float64
 
-range, static_range = Range, builtins.range
+static_range = range
 math = sys.modules[__name__]  # tl.math.exp is tl.exp
 
 
@@ -66,13 +65,13 @@ def broadcast_to(x: Any, shape: tuple[int, ...]) -> Value:
 # ---- reductions and the matrix product
 
 
-def sum(x: Value, axis: int | None = None, keep_dims: bool = False) -> Value:
+def reduce_sum(x: Value, axis: int | None = None, keep_dims: bool = False) -> Value:
     """The sum over an axis, or over all axes; short integers are summed in 32 bits."""
     dtype = x.dtype if x.dtype.is_floating_point else wide(x.dtype)
     return _reduce(partial(torch.sum, dtype=dtype), x, axis, keep_dims)
 
 
-def max(x: Value, axis: int | None = None, keep_dims: bool = False) -> Value:
+def reduce_max(x: Value, axis: int | None = None, keep_dims: bool = False) -> Value:
     """The largest lane along an axis, or of all lanes, in 32 bits at least.
 
     The result is NaN if a lane is NaN. A GPU ignores NaN lanes instead.
@@ -80,8 +79,8 @@ def max(x: Value, axis: int | None = None, keep_dims: bool = False) -> Value:
     return _reduce(torch.amax, x.to(wide(x.dtype)), axis, keep_dims)
 
 
-def min(x: Value, axis: int | None = None, keep_dims: bool = False) -> Value:
-    """The smallest lane along an axis, or of all lanes, in 32 bits at least; NaN as in max."""
+def reduce_min(x: Value, axis: int | None = None, keep_dims: bool = False) -> Value:
+    """The smallest lane along an axis, or of all lanes; dtype and NaN as for reduce_max."""
     return _reduce(torch.amin, x.to(wide(x.dtype)), axis, keep_dims)
 
 
@@ -95,7 +94,7 @@ def _reduce(op: Callable, x: Value, axis: int | None, keep_dims: bool) -> Value:
     rank = len(x.shape)
     if not rank or not (axis is None or -rank <= axis < rank):
         raise fault(f"a block of shape {list(x.shape)} has no axis {axis}")
-    axes = [3 + i for i in (builtins.range(rank) if axis is None else (axis % rank,))]
+    axes = [3 + i for i in (range(rank) if axis is None else (axis % rank,))]
     return Value(op(x.lanes, dim=axes, keepdim=keep_dims))
 
 
@@ -135,7 +134,7 @@ def _elementwise(op: Callable, *operands: Any) -> Value:
     return combine(op, *paired(*short))
 
 
-def abs(x: Any) -> Value:
+def absolute(x: Any) -> Value:
     """The absolute value."""
     return combine(torch.abs, as_value(x))
 
@@ -205,5 +204,16 @@ def static_assert(condition: bool, message: str = "") -> None:
         raise fault(message or "tl.static_assert: the condition is false")
 
 
+HIDDEN = {  # under Triton's names, these would hide functions of Python in this file
+    "sum": reduce_sum,
+    "max": reduce_max,
+    "min": reduce_min,
+    "abs": absolute,
+    "range": Range,
+}
+
+
 def __getattr__(name: str) -> Any:
+    if name in HIDDEN:
+        return HIDDEN[name]
     raise AttributeError(f"tlsim has no tl.{name}: it has the part of Triton that the course uses")

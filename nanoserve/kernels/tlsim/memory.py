@@ -4,10 +4,11 @@ from typing import Any
 
 import torch
 
-from nanoserve.kernels.tlsim.accesses import access, check_poison, fitting
+from nanoserve.kernels.tlsim.accesses import check_poison, watch
 from nanoserve.kernels.tlsim.grid import current, fault
 from nanoserve.kernels.tlsim.replay import one_step
-from nanoserve.kernels.tlsim.values import Value
+from nanoserve.kernels.tlsim.rules import broadcasts
+from nanoserve.kernels.tlsim.values import Value, aligned, as_value
 
 
 def load(pointer: Value, mask: Any = None, other: Any = None, **_) -> Value:
@@ -42,6 +43,29 @@ def store(pointer: Value, value: Any, mask: Any = None, adds: bool = False, **_)
         lanes = live.expand(shape).flatten().nonzero().squeeze(1)
         at, data = at.index_select(0, lanes), data.index_select(0, lanes)
     (flat.index_add_ if adds else flat.index_copy_)(0, at, data)
+
+
+def access(kind: str, pointer: Value, mask: Any) -> tuple[Any, Any]:
+    """Return (mask, live): the mask, and the mask within the programs that run, each broadcast to
+    [x, y, z, *shape]; None stands for all lanes. The sanitizer and the trace see the access."""
+    if not isinstance(pointer, Value) or not pointer.buffer:
+        raise fault(f"tl.{kind} needs pointers, got {getattr(pointer, 'dtype', pointer)}")
+    if mask is not None and (mask := fitting(pointer, mask, "a mask")).dtype != torch.bool:
+        raise fault(f"a mask must be int1, as a comparison returns it, got {mask.dtype}")
+    live, active = mask, current().active
+    if active is not None:
+        (active,) = aligned(active, rank=len(pointer.shape))
+        live = active if mask is None else mask & active
+    watch(kind, pointer, live)
+    return mask, live
+
+
+def fitting(pointer: Value, x: Any, what: str) -> torch.Tensor:
+    """x's lanes, in a shape that broadcasts to the pointer's lanes."""
+    x, shape = as_value(x), pointer.shape
+    if not broadcasts(x.shape, shape):
+        raise fault(f"{what} of shape {list(x.shape)} does not fit pointers {list(shape)}")
+    return aligned(x.lanes, rank=len(shape))[0]
 
 
 @one_step

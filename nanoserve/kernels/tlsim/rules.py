@@ -109,7 +109,7 @@ def method(x: Any, name: str) -> Any:
     """x.sum() and the like: functions of `tl` as methods of a tensor."""
     from nanoserve.kernels.tlsim import language
 
-    if name.startswith("_") or name not in vars(language):
+    if name.startswith("_") or not hasattr(language, name):
         raise AttributeError(f"a tensor has no .{name} in tlsim")
     return partial(getattr(language, name), x)
 

@@ -46,7 +46,10 @@ def add(a: Any, b: Any) -> "Value":
 
 def _operator(op: Callable, divides: bool = False) -> tuple[Callable, Callable]:
     """The methods for `value op other` and for `number op value`."""
-    forward = lambda a, b: combine(op, *paired(a, b, divides))  # noqa: E731
+
+    def forward(a: Any, b: Any) -> "Value":
+        return combine(op, *paired(a, b, divides))
+
     return forward, lambda a, b: forward(b, a)
 
 
