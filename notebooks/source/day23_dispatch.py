@@ -299,7 +299,7 @@ def check_attention(
         )
     _check_devices(q, k_pool=k_pool, v_pool=v_pool, slot_mapping=slot_mapping)
     if _reads_values(q, check_slots):
-        low, high = _slot_range(slot_mapping, slot_mapping._version)
+        low, high = (int(slot) for slot in slot_mapping.aminmax())
         if low < 0 or high >= len(k_pool):
             wrong = low if low < 0 else high
             raise ValueError(f"slot_mapping has slot {wrong}, but the pools have {len(k_pool)}")
@@ -384,11 +384,8 @@ def paged_attention_triton(
     Arguments and result as for paged_attention_reference; ValueError as for check_attention.
     """
     check_attention(q, k_pool, v_pool, slot_mapping, n_rep)
-    if _kernel.get() == "day22":
-        with torch.cuda.device_of(q):
-            return launch(paged_attention_kernel, q, k_pool, v_pool, slot_mapping, n_rep, scale)
-    tables = _tables_of(slot_mapping, q.shape[2], slot_mapping._version)
-    return _one_sequence(_batch_triton(_packed(q), k_pool, v_pool, tables, n_rep, scale))
+    with torch.cuda.device_of(q):
+        return launch(paged_attention_kernel, q, k_pool, v_pool, slot_mapping, n_rep, scale)
 
 
 def paged_attention_tlsim(
@@ -404,14 +401,11 @@ def paged_attention_tlsim(
     Arguments and result as for paged_attention_reference; ValueError as for check_attention.
     """
     check_attention(q, k_pool, v_pool, slot_mapping, n_rep)
-    if _kernel.get() == "day22":
-        programs = min(q.shape[1] * q.shape[2], 512)
-        tile = next_power_of_2(min(len(slot_mapping), 512, LANES // programs))
-        with tlsim.options(checks=False, wave=512):
-            kernel = _simulated(paged_attention_kernel)
-            return launch(kernel, q, k_pool, v_pool, slot_mapping, n_rep, scale, tile)
-    tables = _tables_of(slot_mapping, q.shape[2], slot_mapping._version)
-    return _one_sequence(_batch_tlsim(_packed(q), k_pool, v_pool, tables, n_rep, scale))
+    programs = min(q.shape[1] * q.shape[2], 512)
+    tile = next_power_of_2(min(len(slot_mapping), 512, LANES // programs))
+    with tlsim.options(checks=False, wave=512):
+        kernel = _simulated(paged_attention_kernel)
+        return launch(kernel, q, k_pool, v_pool, slot_mapping, n_rep, scale, tile)
 
 
 _simulated = cache(tlsim.jit)  # reads the source of a kernel once
