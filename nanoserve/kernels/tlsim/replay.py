@@ -140,7 +140,7 @@ class Recordings:
             changed = {name for name, x in numbers.items() if x != known.first[name]}
             known.found *= changed <= known.varying  # else no recording holds
             known.varying |= changed
-        for name in known.varying:
+        for name in sorted(known.varying):  # a set has no order of its own
             dtype = number_dtype(numbers[name], None)
             inputs[name] = torch.full((1, 1, 1), numbers[name], dtype=dtype, device=device)
             state.append(repr(numbers[name]))
