@@ -1003,7 +1003,8 @@ for row in rows:
     at, rate = row.flops / row.bytes, row.flops / row.seconds / 1e9
     name, colour = look[row.path]
     ax.plot([at], [rate], "o", color=COLOURS[colour])
-    label_line(ax, at, rate, name, COLOURS[colour], "right")
+    if row.kind == "decode":
+        label_line(ax, at, rate, name, COLOURS[colour], "right")
 for kind in ("decode", "prefill"):
     at = next(row.flops / row.bytes for row in rows if row.kind == kind)
     low = min(row.flops / row.seconds / 1e9 for row in rows)

@@ -54,8 +54,8 @@ def _whole_blocks(kv_lens, n_kv, head_dim, dtype):
 
 
 @wrong(
-    "Each key is counted three times, once for each query head of SmolLM2 that uses it. That is "
-    "what Day 22's kernel loads. What must be read is one key for each KV head."
+    "Each key is counted three times, once for each query head of SmolLM2 that uses it. Day 22's "
+    "kernel loads it so often, but it must be read only once: the query heads of a group share it."
 )
 def _each_query_head(kv_lens, n_kv, head_dim, dtype):
     return 3 * attention_bytes(kv_lens, n_kv, head_dim, dtype)
