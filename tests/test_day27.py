@@ -65,6 +65,7 @@ def test_the_recorded_run_shows_what_the_day_says():
         if row["seconds"]
     }
     for shape in roofline.DECODE:
-        assert share[shape.name, "day22"] < share[shape.name, "sdpa"] < 1.03
+        ours = max(share[shape.name, path] for path in ("day22", "gather"))
+        assert ours < share[shape.name, "sdpa"] < 1.03
     batch, alone = (share[roofline.DECODE[i].name, "day22"] for i in (0, 2))
     assert batch > 4 * alone

@@ -232,8 +232,8 @@ def roofline_seconds(flops: float, bytes_read: float, peak_flops: float, bandwid
 # Never take them from a data sheet: measure them in the same run as the kernel, with the simplest program that reaches
 # them.
 #
-# - **Reading.** Sum a buffer that is far larger than any cache. On a GPU, PyTorch's `sum` stays several per cent below
-#   what the memory can do, so a kernel of six lines reads there: each program sums a piece.
+# - **Reading.** Sum a buffer that is far larger than any cache. PyTorch's `sum` need not reach the limit of a GPU's
+#   memory, so there a kernel of a few lines reads: each program sums a piece.
 # - **Copying.** Each byte is read and written. Attention hardly writes, so this is the *wrong* limit for it, and
 #   it is the limit that many people quote.
 # - **Arithmetic.** A product of two large matrices.
@@ -1067,7 +1067,7 @@ for shape in shapes:
 
 # %%
 for shape in shapes:
-    assert there[shape, "day22"] < there[shape, "sdpa"] < 1.03, shape
+    assert max(there[shape, "day22"], there[shape, "gather"]) < there[shape, "sdpa"] < 1.03, shape
 if shapes:
     assert recorded["flops"] / recorded["read"] > 10 * intensity["decode, 32/8 heads, bfloat16"]
     batch, alone = (there[shape, "day22"] for shape in (DECODE[0].name, DECODE[2].name))
