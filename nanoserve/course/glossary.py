@@ -303,13 +303,21 @@ roofline: The highest speed of a computation on a device: the lower of two limit
 arithmetic intensity: Operations per byte that a computation must read, in FLOP per byte.
 ridge point: The arithmetic intensity at which both limits of a roofline are equal. Below it a
     computation is memory-bound, above it compute-bound.
-ragged: A batch whose sequences have different lengths.
 yardstick: A measured variant that is not in question, such as a library's, and that the others are
     compared with.
 CUDA graph: A recorded list of kernel launches that a GPU runs again without the host's work. To
     record it is to capture, to run it is to replay.
 L2 cache: The memory on a GPU's chip that all multiprocessors share, 50 MiB on an H200. What it
     holds is not read from the GPU's main memory.
+""",
+    28: """
+ragged: With rows of different lengths. A ragged batch has sequences of different lengths.
+padding: Entries that fill a row up to the length of the longest row. Nothing uses their results.
+packed: Stored one after another without padding.
+chunk: A part of a prompt that one step computes. The rest comes in other steps.
+query_starts: For a packed batch, the row of q where the queries of each sequence start. One more
+    entry at the end gives the number of rows.
+block tables: For a batch, the block tables of all sequences as the rows of one tensor.
 """,
 }
 

@@ -84,15 +84,36 @@ class PagedTables:
             max_kv_len=kv_len,
         )
 
-    def slot_mapping(self, sequence: int) -> torch.Tensor:
-        """The slot of each token of a sequence, oldest first: int64 [kv_len].
+    def sequences_of(self, rows: torch.Tensor) -> torch.Tensor:
+        """The sequence that each row of q belongs to: int64 [n] -> int64 [n].
 
-        Position p lies in block block_tables[sequence, p // block_size], at offset p % block_size.
-        On a GPU, this waits for the GPU: it is for the reference and for tests.
+        It is the last sequence whose queries start at the row or before it.
+        """
+        return torch.searchsorted(self.query_starts.long(), rows, right=True) - 1
+
+    def positions_of(self, rows: torch.Tensor) -> torch.Tensor:
+        """The position of each row of q within its sequence: int64 [n] -> int64 [n].
+
+        A sequence's queries are its last positions, so its last row has position kv_len - 1.
+        """
+        return rows + (self.kv_lens - self.query_starts[1:])[self.sequences_of(rows)]
+
+    def slots_of(self, sequences: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """The slot of each token, given by sequence and position: int64 [n], [n] -> int64 [n].
+
+        Position p is in block block_tables[sequence, p // block_size], at offset p % block_size;
+        its slot is block id * block_size + offset.
+        """
+        blocks = self.block_tables[sequences, positions // self.block_size].long()
+        return blocks * self.block_size + positions % self.block_size
+
+    def slot_mapping(self, sequence: int) -> torch.Tensor:
+        """The slot of each token of one sequence, oldest first: int64 [kv_len].
+
+        This reads kv_lens on the host, so on a GPU it waits: it is for the reference and for tests.
         """
         positions = torch.arange(int(self.kv_lens[sequence]), device=self.kv_lens.device)
-        blocks = self.block_tables[sequence, positions // self.block_size].long()
-        return blocks * self.block_size + positions % self.block_size
+        return self.slots_of(torch.full_like(positions, sequence), positions)
 
 
 def paged_attention_batch_reference(

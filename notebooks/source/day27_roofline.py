@@ -55,7 +55,6 @@ today.glossary(
     "roofline",
     "arithmetic intensity",
     "ridge point",
-    "ragged",
     "yardstick",
 )
 
@@ -68,7 +67,7 @@ today.glossary(
 # $$ 2 \cdot \sum_i \text{kv\_len}_i \cdot n_{kv} \cdot \text{head\_dim} \cdot \text{bytes per number} $$
 #
 # - **2**: a key and a value.
-# - **The sum**: a batch is ragged, so its sequences have different lengths. Nothing behind a sequence's last token is read.
+# - **The sum**: the sequences have different lengths (the batch is *ragged*). Nothing behind a sequence's last token is read.
 # - **n_kv**, not n_q: the query heads of a group use the same key. It must be read once.
 #
 # Queries and outputs are one row for each sequence, and K and V have thousands of rows. So they do not count.
