@@ -257,13 +257,7 @@ from nanoserve.bench.correctness import WrongAnswer
 from nanoserve.bench.machine import DATA, machine, save_run
 from nanoserve.bench.runner import ROTATED, device_clock
 from nanoserve.bench.timing import Clock, median_times
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # macOS and Windows
-    from nanoserve.kernels import tlsim as triton
-    from nanoserve.kernels.tlsim import language as tl
+from nanoserve.kernels.paged_attention import tl, triton  # tlsim's, where Triton is missing
 
 
 # %% jupyter={"source_hidden": true}
