@@ -18,12 +18,10 @@ from nanoserve.config import ModelConfig, parse_config
 from nanoserve.kernels.dispatch import (
     paged_attention_batch_dispatch,
     paged_attention_dispatch,
+    use_kernel,
 )
 from nanoserve.kernels.reference import PagedTables, paged_attention_reference, tolerance
 from nanoserve.layers import sdpa
-
-with suppress(ImportError):  # until the dispatcher has it
-    from nanoserve.kernels.dispatch import use_kernel
 
 # the shape of Llama-3.2-1B, from the config.json that is published with the model
 LLAMA_1B = parse_config(
