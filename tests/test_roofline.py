@@ -181,6 +181,19 @@ def spy_on_kernels(ran):
     return spy
 
 
+def test_on_a_gpu_the_packed_kernel_without_a_split_is_a_path_too(monkeypatch):
+    """Without a GPU: the answers to questions about it, and the launch, are replaced."""
+    launched = []
+    monkeypatch.setattr(attention, "launch_batch", lambda *args, **more: launched.append(more))
+    monkeypatch.setattr(attention, "why_not_triton", lambda device: None)
+    assert "packed" not in batch_paths() or torch.cuda.is_available()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    batch_paths()["packed"](draw_inputs(BATCH, torch.bfloat16))
+    wanted = attention.split_kv.launch_of("packed", (9, 0), 16, torch.bfloat16)
+    assert launched == [{"scale": None, "launch": wanted}]
+
+
 def flash_stub(seen):
     """FlashAttention's arguments, computed by the batch reference."""
 

@@ -15,10 +15,13 @@ from nanoserve.bench.correctness import WrongAnswer
 from nanoserve.bench.timing import Clock, median_times
 from nanoserve.cache import BLOCK_SIZE, KVPool, PagedKVCache
 from nanoserve.config import ModelConfig, parse_config
+from nanoserve.kernels import split_kv
 from nanoserve.kernels.dispatch import (
+    launch_batch,
     paged_attention_batch_dispatch,
     paged_attention_dispatch,
     use_kernel,
+    why_not_triton,
 )
 from nanoserve.kernels.reference import PagedTables, paged_attention_reference, tolerance
 from nanoserve.layers import sdpa
@@ -275,8 +278,9 @@ def batch_paths() -> dict[str, BatchPath]:
     """The code paths that are installed here, by name. Each computes the attention of the inputs:
     [num_tokens, n_q, head_dim], or a list with such a tensor for each sequence.
 
-    "split_kv" is the engine's kernel, "day22" the kernel of Day 22. "gather" copies K and V out of
-    the pools and calls PyTorch's SDPA. "sdpa" is PyTorch's SDPA over contiguous K and V, so it
+    "split_kv" is the engine's kernel, "day22" the kernel of Day 22, and "packed", on a GPU only,
+    that of Day 29, which never splits a sequence. "gather" copies K and V out of the pools and
+    calls PyTorch's SDPA. "sdpa" is PyTorch's SDPA over contiguous K and V, so it
     reads no pool. "flash3" and "flash2" are FlashAttention's, where it can be imported.
     """
     paths: dict[str, BatchPath] = {
@@ -285,6 +289,8 @@ def batch_paths() -> dict[str, BatchPath]:
         "gather": _gather,
         "sdpa": lambda x: _sdpa(x, x.k, x.v),
     }
+    if torch.cuda.is_available() and why_not_triton(torch.device("cuda")) is None:
+        paths["packed"] = _packed
     with suppress(ImportError):
         from flash_attn_interface import flash_attn_with_kvcache as flash3
 
@@ -299,6 +305,15 @@ def batch_paths() -> dict[str, BatchPath]:
 def _split_kv(x: AttentionInputs) -> torch.Tensor:
     with use_kernel("split_kv"):
         return paged_attention_batch_dispatch(x.q, x.k_pool, x.v_pool, x.tables, x.n_rep)
+
+
+def _packed(x: AttentionInputs) -> torch.Tensor:
+    capability = torch.cuda.get_device_capability(x.q.device)
+    launch = split_kv.launch_of("packed", capability, x.shape.head_dim, x.q.dtype)
+    with torch.cuda.device_of(x.q):
+        return launch_batch(
+            split_kv, x.q, x.k_pool, x.v_pool, x.tables, x.n_rep, scale=None, launch=launch
+        )
 
 
 def _day22(x: AttentionInputs) -> list[torch.Tensor]:

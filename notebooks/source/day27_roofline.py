@@ -469,7 +469,7 @@ assert min(read, copied, peak) > 0
 # A limit and one kernel are not enough. If the kernel is far below the limit, is it the kernel, or can nobody do
 # better? So the benchmark runs every code path that a user might choose, on the same inputs: Day 22's kernel; a gather and
 # PyTorch's SDPA; **SDPA over contiguous K and V**, which needs no paging and is the yardstick; FlashAttention, if it is
-# installed; and "split_kv", the kernel that you will have on Day 31.
+# installed; and the kernels of this week, "packed" of Day 29 and "split_kv" of Day 31.
 #
 # The next cell is for reading. Find four things in it: the eight shapes; the **scattered blocks**, with NaN in all slots
 # behind a last token; the scale of `q` and its reason; and the check against the oracle, which comes before any clock.
@@ -477,7 +477,12 @@ assert min(read, copied, peak) > 0
 
 # %%
 from nanoserve.bench.attention import BLOCK_SIZE
-from nanoserve.kernels.dispatch import paged_attention_batch_dispatch
+from nanoserve.kernels import split_kv
+from nanoserve.kernels.dispatch import (
+    launch_batch,
+    paged_attention_batch_dispatch,
+    why_not_triton,
+)
 from nanoserve.kernels.reference import PagedTables, paged_attention_reference, tolerance
 
 
@@ -617,8 +622,9 @@ def batch_paths() -> dict[str, BatchPath]:
     """The code paths that are installed here, by name. Each computes the attention of the inputs:
     [num_tokens, n_q, head_dim], or a list with such a tensor for each sequence.
 
-    "split_kv" is the engine's kernel, "day22" the kernel of Day 22. "gather" copies K and V out of
-    the pools and calls PyTorch's SDPA. "sdpa" is PyTorch's SDPA over contiguous K and V, so it
+    "split_kv" is the engine's kernel, "day22" the kernel of Day 22, and "packed", on a GPU only,
+    that of Day 29, which never splits a sequence. "gather" copies K and V out of the pools and
+    calls PyTorch's SDPA. "sdpa" is PyTorch's SDPA over contiguous K and V, so it
     reads no pool. "flash3" and "flash2" are FlashAttention's, where it can be imported.
     """
     paths: dict[str, BatchPath] = {
@@ -627,6 +633,8 @@ def batch_paths() -> dict[str, BatchPath]:
         "gather": _gather,
         "sdpa": lambda x: _sdpa(x, x.k, x.v),
     }
+    if torch.cuda.is_available() and why_not_triton(torch.device("cuda")) is None:
+        paths["packed"] = _packed
     with suppress(ImportError):
         from flash_attn_interface import flash_attn_with_kvcache as flash3
 
@@ -641,6 +649,15 @@ def batch_paths() -> dict[str, BatchPath]:
 def _split_kv(x: AttentionInputs) -> torch.Tensor:
     with use_kernel("split_kv"):
         return paged_attention_batch_dispatch(x.q, x.k_pool, x.v_pool, x.tables, x.n_rep)
+
+
+def _packed(x: AttentionInputs) -> torch.Tensor:
+    capability = torch.cuda.get_device_capability(x.q.device)
+    launch = split_kv.launch_of("packed", capability, x.shape.head_dim, x.q.dtype)
+    with torch.cuda.device_of(x.q):
+        return launch_batch(
+            split_kv, x.q, x.k_pool, x.v_pool, x.tables, x.n_rep, scale=None, launch=launch
+        )
 
 
 def _day22(x: AttentionInputs) -> list[torch.Tensor]:
