@@ -103,6 +103,29 @@ def test_the_read_kernel_reads_each_element_once_and_sums_each_piece():
     assert accesses.bytes("load") == accesses.distinct_bytes("load", "x_ptr") == x.nbytes
 
 
+@pytest.mark.parametrize("capability", [75, 90, 100])
+def test_the_read_kernel_compiles_to_wide_loads(capability):
+    """16 bytes for each thread and load: four floats."""
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    source = ASTSource(
+        fn=read_kernel,
+        signature={
+            "x_ptr": "*fp32",
+            "sum_ptr": "*fp32",
+            "PIECE": "constexpr",
+            "BLOCK": "constexpr",
+        },
+        constexprs={"PIECE": 16_384, "BLOCK": 2_048},
+        attrs={(i,): [["tt.divisibility", 16]] for i in (0, 1)},
+    )
+    target = GPUTarget("cuda", capability, 32)
+    compiled = triton.compile(source, target=target, options={"num_warps": 8})
+    assert "ld.global.v4" in compiled.asm["ptx"]
+
+
 # shapes and inputs
 
 
