@@ -973,7 +973,7 @@ today.predict(
 decode, prompt = BatchShape(8, 256, 9, 3, 64), BatchShape(1, 128, 9, 3, 64, query_len=128)
 paths = {name: path for name, path in batch_paths().items() if name in ("day22", "gather", "sdpa")}
 rows = [
-    row for shape in (decode, prompt) for row in time_shape(shape, paths, device=where, rounds=5)
+    row for shape in (decode, prompt) for row in time_shape(shape, paths, device=where, rounds=3)
 ]
 shares = {}
 for row in rows:
