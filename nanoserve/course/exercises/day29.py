@@ -1,0 +1,406 @@
+"""Day 29: the query heads of a KV head in the rows of one tile, and the fold of such a tile."""
+
+import math
+
+import torch
+
+from nanoserve.course.exercise import Case, Exercise, close, exact, wrong
+
+# the rows ----------------------------------------------------------------------------------------
+
+
+def rows_of_tile(tile, rows, kv_head, n_rep, query_len):
+    """Row r of a KV head is head r % n_rep of its group and query r // n_rep; tile t begins at row
+    t * rows -> query, head, used, each [rows]; used is False after the last query."""
+    row = tile * rows + torch.arange(rows)
+    return row // n_rep, kv_head * n_rep + row % n_rep, row < query_len * n_rep
+
+
+def _used_rows(got, expected):
+    """As exact, but an unused row may hold any query and head."""
+    if not isinstance(got, tuple) or len(got) != 3:
+        return exact(got, expected)
+    if (told := exact(got[2], expected[2])) is not None:
+        return f"used: {told}"
+    for name, one, other in zip(("query", "head"), got, expected, strict=False):
+        if isinstance(one, torch.Tensor) and one.shape == other.shape:
+            one, other = (torch.where(expected[2], x, 0) for x in (one, other))
+        if (told := exact(one, other)) is not None:
+            return f"{name}: {told}"
+    return None
+
+
+def _rows_cases() -> list[Case]:
+    def case(what: str, kind: str, *args: int) -> Case:
+        names = ("tile", "rows", "kv_head", "n_rep", "query_len")
+        inputs = ", ".join(f"{name} {value}" for name, value in zip(names, args, strict=True))
+        return Case(what, args, kind=kind, compare=_used_rows, inputs=inputs)
+
+    return [
+        case("decode: one query of 3 heads, KV head 0", "head", 0, 4, 0, 3, 1),
+        case("decode: KV head 2", "head", 0, 4, 2, 3, 1),
+        case("5 queries of 3 heads: the first tile of 8 rows", "order", 0, 8, 1, 3, 5),
+        case("5 queries of 3 heads: the last tile of 8 rows", "tile", 1, 8, 1, 3, 5),
+        case("11 queries of 6 heads: the third tile of 16 rows", "tile", 2, 16, 1, 6, 11),
+        case("a tile that lies after the last row", "tile", 2, 8, 1, 3, 5),
+        case("no grouping, n_rep 1: 5 queries of one head", "order", 0, 8, 3, 1, 5),
+    ]
+
+
+def _rows_but(
+    tile, rows, kv_head, n_rep, query_len, *, first=None, query=None, head=None, used=None
+):
+    """The right rows with one step replaced: each option is a function of the row and the sizes."""
+    row = (tile * rows if first is None else first(tile, rows, n_rep)) + torch.arange(rows)
+    query = row // n_rep if query is None else query(row)
+    head = kv_head * n_rep + row % n_rep if head is None else head(row)
+    return query, head, row < query_len * n_rep if used is None else used(row)
+
+
+@wrong(
+    "Every tile begins at row 0 here. Tile number `tile` begins at row tile * rows of the KV head."
+)
+def _every_tile_the_first(tile, rows, kv_head, n_rep, query_len):
+    return _rows_but(0, rows, kv_head, n_rep, query_len)
+
+
+@wrong(
+    "The first row of the tile counts for the query and the head, but not for `used`. The row that "
+    "is compared with query_len * n_rep is the row of the KV head, not the row of the tile."
+)
+def _used_within_the_tile(tile, rows, kv_head, n_rep, query_len):
+    inside = torch.arange(rows) < query_len * n_rep
+    return _rows_but(tile, rows, kv_head, n_rep, query_len, used=lambda row: inside)
+
+
+@wrong(
+    "The tile begins at query tile * rows. A tile holds `rows` rows, and a query takes n_rep of "
+    "them: count rows first, then divide."
+)
+def _tile_counts_queries(tile, rows, kv_head, n_rep, query_len):
+    first = lambda tile, rows, n_rep: tile * rows * n_rep  # noqa: E731
+    return _rows_but(tile, rows, kv_head, n_rep, query_len, first=first)
+
+
+@wrong(
+    "The KV head is left out of the head: every KV head gets the query heads of KV head 0. The "
+    "group begins at head kv_head * n_rep."
+)
+def _no_kv_head(tile, rows, kv_head, n_rep, query_len):
+    return _rows_but(tile, rows, kv_head, n_rep, query_len, head=lambda row: row % n_rep)
+
+
+@wrong("The group begins at head kv_head * n_rep, not at head kv_head: each group has n_rep heads.")
+def _head_without_n_rep(tile, rows, kv_head, n_rep, query_len):
+    head = lambda row: kv_head + row % n_rep  # noqa: E731
+    return _rows_but(tile, rows, kv_head, n_rep, query_len, head=head)
+
+
+@wrong(
+    "Quotient and remainder are exchanged: the head of the group is row % n_rep, and the query is "
+    "row // n_rep."
+)
+def _exchanged(tile, rows, kv_head, n_rep, query_len):
+    query, head = (lambda row: row % n_rep), (lambda row: kv_head * n_rep + row // n_rep)
+    return _rows_but(tile, rows, kv_head, n_rep, query_len, query=query, head=head)
+
+
+@wrong(
+    "The rows are sorted by head, and then by query. Here all heads of one query come first: a "
+    "tile then holds few queries, and these see nearly the same keys."
+)
+def _sorted_by_head(tile, rows, kv_head, n_rep, query_len):
+    query = lambda row: row % query_len  # noqa: E731
+    head = lambda row: kv_head * n_rep + row // query_len  # noqa: E731
+    return _rows_but(tile, rows, kv_head, n_rep, query_len, query=query, head=head)
+
+
+@wrong(
+    "`used` counts queries: row < query_len. There are n_rep rows for each query, so the last row "
+    "is query_len * n_rep - 1."
+)
+def _used_by_queries(tile, rows, kv_head, n_rep, query_len):
+    used = lambda row: row < query_len  # noqa: E731
+    return _rows_but(tile, rows, kv_head, n_rep, query_len, used=used)
+
+
+@wrong("One row too many is used: rows count from 0, so row query_len * n_rep is not a query.")
+def _one_too_many(tile, rows, kv_head, n_rep, query_len):
+    used = lambda row: row <= query_len * n_rep  # noqa: E731
+    return _rows_but(tile, rows, kv_head, n_rep, query_len, used=used)
+
+
+@wrong("Every row counts as used. The last tile has rows after the last query: they hold nothing.")
+def _all_used(tile, rows, kv_head, n_rep, query_len):
+    return _rows_but(tile, rows, kv_head, n_rep, query_len, used=lambda row: row >= 0)
+
+
+@wrong("The three are right, in another order: return query, head, used.")
+def _head_first(tile, rows, kv_head, n_rep, query_len):
+    query, head, used = _rows_but(tile, rows, kv_head, n_rep, query_len)
+    return head, query, used
+
+
+ROWS = Exercise(
+    "rows_of_tile",
+    _rows_cases,
+    hints={
+        "head": (
+            "One query and n_rep heads: which heads read this KV head, and in which rows do they "
+            "lie?",
+            "Heads kv_head * n_rep to kv_head * n_rep + n_rep - 1, in rows 0 to n_rep - 1. A row "
+            "after them is not used.",
+            "head = kv_head * n_rep + row % n_rep; query = row // n_rep; used = row < query_len * "
+            "n_rep",
+        ),
+        "order": (
+            "Write rows 0 to 7 on paper, each with its query and its head. Which of the two "
+            "changes from row to row?",
+            "The head changes: rows 0 to n_rep - 1 are query 0, and the next n_rep rows are query "
+            "1. A remainder gives the head, a quotient the query.",
+            "query = row // n_rep; head = kv_head * n_rep + row % n_rep",
+        ),
+        "tile": (
+            "At which row of the KV head does tile number `tile` begin?",
+            "At tile * rows: each tile before it has `rows` rows. From this row on, all three "
+            "results follow from the row, `used` too.",
+            "row = tile * rows + torch.arange(rows); used = row < query_len * n_rep",
+        ),
+    },
+    solution=rows_of_tile,
+    wrong=(
+        _every_tile_the_first, _used_within_the_tile, _tile_counts_queries, _no_kv_head,
+        _head_without_n_rep, _exchanged, _sorted_by_head, _used_by_queries, _one_too_many,
+        _all_used, _head_first,
+    ),
+)  # fmt: skip
+
+
+# the fold ----------------------------------------------------------------------------------------
+
+LOG2E = math.log2(math.e)
+PACKED, KEYS, HEAD_DIM = 6, 5, 8  # rows of the tile, keys of the tile, channels
+SCALE = 0.3
+
+
+def fold_tile(m, l, acc, q, k, v, seen, scale):  # noqa: E741
+    """m, l [rows], acc [rows, head_dim], q [rows, head_dim], k, v [keys, head_dim], seen
+    [rows, keys] -> the three after these keys, with scores and m in units of log2."""
+    score = torch.where(seen, (q * (scale * LOG2E)) @ k.T, -torch.inf)
+    m_new = torch.maximum(m, score.amax(-1))
+    alpha = torch.exp2(m - m_new)
+    p = torch.exp2(score - m_new[:, None])
+    return m_new, l * alpha + p.sum(-1), acc * alpha[:, None] + p @ v
+
+
+def start(rows: int = PACKED) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """m, l and acc before the first tile."""
+    return torch.full((rows,), -torch.inf), torch.zeros(rows), torch.zeros(rows, HEAD_DIM)
+
+
+def _folded(answer, q, k, v, seen, scale, keys):
+    """acc / l after all keys, `keys` at a time."""
+    m, l, acc = start(len(q))  # noqa: E741
+    for first in range(0, len(k), keys):
+        part = slice(first, first + keys)
+        m, l, acc = answer(m, l, acc, q, k[part], v[part], seen[:, part], scale)  # noqa: E741
+    return acc / l[:, None]
+
+
+def _fold_cases() -> list[Case]:
+    random = torch.Generator().manual_seed(29)
+    q = torch.randn(PACKED, HEAD_DIM, generator=random)
+    k, v = torch.randn(2, 13, HEAD_DIM, generator=random)
+    all_seen = torch.ones(PACKED, 13, dtype=torch.bool)
+    visible = 12 + torch.arange(PACKED)[:, None] // 3  # two queries of three heads: 12 and 13 keys
+    causal = torch.arange(13)[None] < visible
+    first, second = slice(0, KEYS), slice(KEYS, KEYS + 4)
+    before = fold_tile(*start(), q, k[first], v[first], all_seen[:, first], SCALE)
+
+    def one(what: str, kind: str, state: tuple, keys: slice, seen: torch.Tensor, size=1.0) -> Case:
+        args = (*state, q * size, k[keys], v[keys], seen[:, keys], SCALE)
+        return Case(what, args, kind=kind, compare=close(1e-5, 1e-5))
+
+    def whole(what: str, kind: str, seen: torch.Tensor, keys: int, scale=SCALE) -> Case:
+        score = (q.double() @ k.T.double() * scale).masked_fill(~seen, -torch.inf)
+        truth = (score.softmax(-1) @ v.double()).float()
+        args = (q, k, v, seen, scale, keys)
+        return Case(what, args, {}, kind, truth, close(1e-5, 1e-4), call=_folded)
+
+    last = slice(12, 13)  # the newest key: only the second query sees it
+    return [
+        one("6 rows and 5 keys, nothing before them", "first", start(), first, all_seen),
+        one("then 4 keys more", "second", before, second, all_seen),
+        one(
+            "4 keys more, with scores four times as large", "second", before, second, all_seen, 4.0
+        ),
+        one("one key more, which 3 of the 6 rows see", "seen", before, last, causal),
+        whole("acc / l over 13 keys, 5 at a time", "base", all_seen, 5),
+        whole("the same, with 12 keys for one query and 13 for the other", "seen", causal, 5),
+        whole("the same, 4 keys at a time, a scale of 40", "large", causal, 4, 40.0),
+    ]
+
+
+def _fold_but(
+    m, l, acc, q, k, v, seen, scale, *,  # noqa: E741
+    factor=None, base=torch.exp2, alpha_base=None, hide=None, largest=None, l_alpha=None,
+    acc_alpha=None, part=None,
+):  # fmt: skip
+    """The right fold with one step replaced."""
+    score = (q * (scale * LOG2E if factor is None else factor(scale))) @ k.T
+    score = torch.where(seen, score, -torch.inf) if hide is None else hide(seen, score)
+    m_new = torch.maximum(m, score.amax(-1)) if largest is None else largest(m, score)
+    alpha = (alpha_base or base)(m - m_new)
+    p = base(score - m_new[:, None])
+    l_new = l * (alpha if l_alpha is None else l_alpha(alpha)) + p.sum(-1)
+    acc_new = acc * (alpha if acc_alpha is None else acc_alpha(alpha))[:, None]
+    return m_new, l_new, acc_new + (p @ v if part is None else part(p, score))
+
+
+@wrong(
+    "exp2 takes the scores as they are, so each weight is 2 ** score: a softmax in base 2, and a "
+    "flatter one. e ** x is 2 ** (x * log2(e)): q needs the factor scale * log2(e)."
+)
+def _no_log2e(*args):
+    return _fold_but(*args, factor=lambda scale: scale)
+
+
+@wrong(
+    "The factor is upside down: q is divided by log2(e), which is 1.44. e ** x is "
+    "2 ** (x * log2(e)), so q is multiplied by it."
+)
+def _divided_by_log2e(*args):
+    return _fold_but(*args, factor=lambda scale: scale / LOG2E)
+
+
+@wrong("The scale is lost: q is multiplied by log2(e) alone. Its factor is scale * log2(e).")
+def _no_scale(*args):
+    return _fold_but(*args, factor=lambda scale: LOG2E)
+
+
+@wrong(
+    "The scores are in units of log2, and exp takes them as natural ones: each weight is too "
+    "sharp, e ** (x * 1.44). With log2(e) in q, both exponentials are exp2."
+)
+def _exp_not_exp2(*args):
+    return _fold_but(*args, base=torch.exp)
+
+
+@wrong(
+    "The weights are powers of 2, but alpha is a power of e. The old sums have to shrink in the "
+    "same base: alpha = exp2(m - m_new)."
+)
+def _alpha_natural(*args):
+    return _fold_but(*args, alpha_base=torch.exp)
+
+
+@wrong(
+    "The weights are powers of e, but alpha is a power of 2. The scores are in units of log2: "
+    "p = exp2(score - m_new)."
+)
+def _p_natural(*args):
+    return _fold_but(*args, base=torch.exp, alpha_base=torch.exp2)
+
+
+@wrong(
+    "`seen` is not used: rows that do not see a key get its value all the same. A score that is "
+    "not seen becomes -inf, so that its weight is 0."
+)
+def _all_seen(*args):
+    return _fold_but(*args, hide=lambda seen, score: score)
+
+
+@wrong(
+    "A score that is not seen becomes 0, and its weight 2 ** (0 - m_new) is not 0. It has to be "
+    "-inf."
+)
+def _hidden_is_zero(*args):
+    return _fold_but(*args, hide=lambda seen, score: torch.where(seen, score, 0.0))
+
+
+@wrong("The mask is upside down: the scores that are seen become -inf.")
+def _mask_upside_down(*args):
+    return _fold_but(*args, hide=lambda seen, score: torch.where(seen, -torch.inf, score))
+
+
+@wrong(
+    "One maximum is taken over all rows. The rows are different heads and queries: each has a "
+    "maximum of its own, score.amax(-1)."
+)
+def _one_for_all(*args):
+    return _fold_but(*args, largest=lambda m, score: torch.maximum(m, score.max()))
+
+
+@wrong(
+    "The maximum is not carried: m is the tile's own, and a larger score from before is lost. Take "
+    "the larger of m and of this tile's maximum."
+)
+def _tile_s_maximum(*args):
+    return _fold_but(*args, largest=lambda m, score: score.amax(-1))
+
+
+@wrong("alpha is dropped from l: its old part was summed under a smaller maximum.")
+def _no_alpha_l(*args):
+    return _fold_but(*args, l_alpha=torch.ones_like)
+
+
+@wrong("alpha is dropped from acc: its old part was summed under a smaller maximum.")
+def _no_alpha_acc(*args):
+    return _fold_but(*args, acc_alpha=torch.ones_like)
+
+
+@wrong("acc sums keys. The weights belong to the values: p @ v.")
+def _keys_summed(m, l, acc, q, k, v, seen, scale):  # noqa: E741
+    part = lambda p, score: p @ k  # noqa: E731
+    return _fold_but(m, l, acc, q, k, v, seen, scale, part=part)
+
+
+FOLD = Exercise(
+    "fold_tile",
+    _fold_cases,
+    hints={
+        "first": (
+            "Nothing came before: m is -inf, l and acc are 0. Which of your three differs, and "
+            "does m differ? m holds a score, so it shows the factor of q.",
+            "One product gives all scores of the tile, [rows, keys]. q carries scale * log2(e), so "
+            "m is 1.44 times Day 22's. Then l is p.sum(-1) and acc is p @ v.",
+            "score = (q * (scale * math.log2(math.e))) @ k.T; m_new = torch.maximum(m, "
+            "score.amax(-1)); p = torch.exp2(score - m_new[:, None])",
+        ),
+        "second": (
+            "What are l and acc worth under the new maximum, in base 2?",
+            "2 ** (s - m_new) is 2 ** (s - m) * 2 ** (m - m_new). The second factor is alpha: both "
+            "l and acc shrink by it.",
+            "alpha = torch.exp2(m - m_new); return m_new, l * alpha + p.sum(-1), "
+            "acc * alpha[:, None] + p @ v",
+        ),
+        "seen": (
+            "Which score makes a weight of exactly 0?",
+            "2 ** -inf is 0. So a score that its row does not see becomes -inf, before the maximum "
+            "is taken.",
+            "score = torch.where(seen, score, -torch.inf)",
+        ),
+        "base": (
+            "The result is a softmax, but of other scores. In which base is it?",
+            "e ** x equals 2 ** (x * log2(e)). If q has this factor, every exponential is exp2: "
+            "that of p and that of alpha.",
+            "q * (scale * math.log2(math.e)), torch.exp2(score - m_new[:, None]) and "
+            "torch.exp2(m - m_new)",
+        ),
+        "large": (
+            "Which of your exponents can be above 0?",
+            "m_new is the largest score of the row so far, in this tile and in all before it: no "
+            "exponent is above 0 then.",
+            "m_new = torch.maximum(m, score.amax(-1)), subtracted in p; alpha = "
+            "torch.exp2(m - m_new)",
+        ),
+    },
+    solution=fold_tile,
+    wrong=(
+        _no_log2e, _divided_by_log2e, _no_scale, _exp_not_exp2, _alpha_natural, _p_natural,
+        _all_seen, _hidden_is_zero, _mask_upside_down, _one_for_all, _tile_s_maximum, _no_alpha_l,
+        _no_alpha_acc, _keys_summed,
+    ),
+)  # fmt: skip
+
+EXERCISES = (ROWS, FOLD)

@@ -1,0 +1,81 @@
+"""Day 29: right answers to `rows_of_tile` and `fold_tile`, in several styles."""
+
+import math
+
+import torch
+
+# rows_of_tile ------------------------------------------------------------------------------------
+
+
+def row_by_row(tile, rows, kv_head, n_rep, query_len):
+    """A loop over the rows of the tile, with divmod."""
+    queries, heads, used = [], [], []
+    for row in range(tile * rows, tile * rows + rows):
+        query, member = divmod(row, n_rep)
+        queries.append(query)
+        heads.append(kv_head * n_rep + member)
+        used.append(query < query_len)
+    return torch.tensor(queries), torch.tensor(heads), torch.tensor(used)
+
+
+def by_a_grid(tile, rows, kv_head, n_rep, query_len):
+    """All pairs of query and head in order, then the rows of the tile; unused rows hold -1."""
+    query = torch.arange(query_len).repeat_interleave(n_rep)
+    head = torch.arange(kv_head * n_rep, (kv_head + 1) * n_rep).repeat(query_len)
+    part = slice(tile * rows, (tile + 1) * rows)
+    unused = torch.full((rows - len(query[part]),), -1)
+    query, head = torch.cat([query[part], unused]), torch.cat([head[part], unused])
+    return query, head, query >= 0
+
+
+def by_torch_division(tile, rows, kv_head, n_rep, query_len):
+    """torch.div and remainder; the last used row is a query's."""
+    row = torch.arange(tile * rows, (tile + 1) * rows)
+    query = torch.div(row, n_rep, rounding_mode="floor")
+    head = torch.remainder(row, n_rep) + kv_head * n_rep
+    return query, head, torch.lt(query, query_len)
+
+
+# fold_tile ---------------------------------------------------------------------------------------
+
+
+def key_by_key(m, l, acc, q, k, v, seen, scale):  # noqa: E741
+    """A loop over the keys: each is a tile of one."""
+    factor = scale / math.log(2)
+    for key, value, sees in zip(k, v, seen.T, strict=True):
+        score = torch.mv(q, key) * factor
+        score[~sees] = -torch.inf
+        larger = torch.where(score > m, score, m)
+        old, new = 2.0 ** (m - larger), 2.0 ** (score - larger)
+        l = old * l + new  # noqa: E741
+        acc = old.unsqueeze(1) * acc + torch.outer(new, value)
+        m = larger
+    return m, l, acc
+
+
+def row_by_row_fold(m, l, acc, q, k, v, seen, scale):  # noqa: E741
+    """A loop over the rows, each with the keys that it sees."""
+    out = []
+    for m_old, l_old, acc_old, query, sees in zip(m, l, acc, q, seen, strict=True):
+        keys, values = k[sees], v[sees]
+        score = keys @ query * scale * 1.4426950408889634
+        m_new = torch.cat([m_old[None], score]).max()
+        shrink, p = torch.exp2(m_old - m_new), torch.exp2(score - m_new)
+        out.append((m_new, l_old * shrink + p.sum(), acc_old * shrink + p @ values))
+    return tuple(torch.stack(column) for column in zip(*out, strict=True))
+
+
+def by_natural_exponents(m, l, acc, q, k, v, seen, scale):  # noqa: E741
+    """Natural scores inside, and the factor log2(e) at the two ends."""
+    to_e, to_2 = math.log(2), math.log2(math.e)
+    score = torch.einsum("rd,kd->rk", q, k).mul(scale).masked_fill(~seen, -torch.inf)
+    largest = torch.maximum(m * to_e, score.max(dim=1).values)
+    alpha, p = torch.exp(m * to_e - largest), torch.exp(score - largest.unsqueeze(1))
+    mixed = torch.einsum("rk,kd->rd", p, v)
+    return largest * to_2, alpha * l + p.sum(1), torch.addcmul(mixed, alpha.unsqueeze(1), acc)
+
+
+RIGHT = {
+    "rows_of_tile": (row_by_row, by_a_grid, by_torch_division),
+    "fold_tile": (key_by_key, row_by_row_fold, by_natural_exponents),
+}
