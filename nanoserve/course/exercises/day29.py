@@ -10,10 +10,12 @@ from nanoserve.course.exercise import Case, Exercise, close, exact, wrong
 
 
 def rows_of_tile(tile, rows, kv_head, n_rep, query_len):
-    """Row r of a KV head is head r % n_rep of its group and query r // n_rep; tile t begins at row
-    t * rows -> query, head, used, each [rows]; used is False after the last query."""
-    row = tile * rows + torch.arange(rows)
-    return row // n_rep, kv_head * n_rep + row % n_rep, row < query_len * n_rep
+    """A tile holds rows // n_rep queries, each with the n_rep heads of its KV head -> query, head,
+    used, each [rows]; used is False where a row has no query."""
+    queries, row = rows // n_rep, torch.arange(rows)
+    query = tile * queries + row // n_rep
+    used = (row < queries * n_rep) & (query < query_len)
+    return query, kv_head * n_rep + row % n_rep, used
 
 
 def _used_rows(got, expected):
@@ -21,12 +23,12 @@ def _used_rows(got, expected):
     if not isinstance(got, tuple) or len(got) != 3:
         return exact(got, expected)
     if (told := exact(got[2], expected[2])) is not None:
-        return f"used: {told}"
+        return f"used: {told.removeprefix('it returns ')}"
     for name, one, other in zip(("query", "head"), got, expected, strict=False):
         if isinstance(one, torch.Tensor) and one.shape == other.shape:
             one, other = (torch.where(expected[2], x, 0) for x in (one, other))
         if (told := exact(one, other)) is not None:
-            return f"{name}: {told}"
+            return f"{name}: {told.removeprefix('it returns ')}"
     return None
 
 
@@ -38,48 +40,93 @@ def _rows_cases() -> list[Case]:
 
     return [
         case("decode: one query of 3 heads, KV head 0", "head", 0, 4, 0, 3, 1),
-        case("decode: KV head 2", "head", 0, 4, 2, 3, 1),
+        case("decode: KV head 2, a tile of 8 rows", "head", 0, 8, 2, 3, 1),
         case("5 queries of 3 heads: the first tile of 8 rows", "order", 0, 8, 1, 3, 5),
-        case("5 queries of 3 heads: the last tile of 8 rows", "tile", 1, 8, 1, 3, 5),
-        case("11 queries of 6 heads: the third tile of 16 rows", "tile", 2, 16, 1, 6, 11),
-        case("a tile that lies after the last row", "tile", 2, 8, 1, 3, 5),
-        case("no grouping, n_rep 1: 5 queries of one head", "order", 0, 8, 3, 1, 5),
+        case("5 queries of 3 heads: the second tile of 8 rows", "tile", 1, 8, 1, 3, 5),
+        case("5 queries of 3 heads: the last tile of 8 rows", "tile", 2, 8, 1, 3, 5),
+        case("11 queries of 5 heads: the fourth tile of 16 rows", "tile", 3, 16, 1, 5, 11),
+        case("a tile that lies after the last query", "tile", 3, 8, 1, 3, 5),
+        case("no grouping, n_rep 1: 11 queries of one head, second tile", "order", 1, 8, 3, 1, 11),
     ]
 
 
-def _rows_but(
-    tile, rows, kv_head, n_rep, query_len, *, first=None, query=None, head=None, used=None
-):
-    """The right rows with one step replaced: each option is a function of the row and the sizes."""
-    row = (tile * rows if first is None else first(tile, rows, n_rep)) + torch.arange(rows)
-    query = row // n_rep if query is None else query(row)
-    head = kv_head * n_rep + row % n_rep if head is None else head(row)
-    return query, head, row < query_len * n_rep if used is None else used(row)
+def _rows_but(tile, rows, kv_head, n_rep, query_len, *, query=None, head=None, used=None):
+    """The right rows with one step replaced: each option is a function of the right three."""
+    row = torch.arange(rows)
+    right = rows_of_tile(tile, rows, kv_head, n_rep, query_len)
+    new_query = right[0] if query is None else query(row)
+    new_head = right[1] if head is None else head(row)
+    return new_query, new_head, right[2] if used is None else used(row, new_query)
 
 
 @wrong(
-    "Every tile begins at row 0 here. Tile number `tile` begins at row tile * rows of the KV head."
+    "`tile` is not used: every tile holds the first queries. Tile number `tile` begins at query "
+    "tile * (rows // n_rep)."
 )
 def _every_tile_the_first(tile, rows, kv_head, n_rep, query_len):
-    return _rows_but(0, rows, kv_head, n_rep, query_len)
+    return rows_of_tile(0, rows, kv_head, n_rep, query_len)
 
 
 @wrong(
-    "The first row of the tile counts for the query and the head, but not for `used`. The row that "
-    "is compared with query_len * n_rep is the row of the KV head, not the row of the tile."
+    "The tiles follow each other without a gap, so the heads of one query can lie in two tiles. A "
+    "tile holds whole queries, rows // n_rep of them. The rows after these are not used."
+)
+def _without_a_gap(tile, rows, kv_head, n_rep, query_len):
+    row = tile * rows + torch.arange(rows)
+    return row // n_rep, kv_head * n_rep + row % n_rep, row < query_len * n_rep
+
+
+@wrong(
+    "The tile begins at query tile * rows. A query takes n_rep rows, so a tile holds rows // n_rep "
+    "queries."
+)
+def _tile_counts_rows(tile, rows, kv_head, n_rep, query_len):
+    query = tile * rows + torch.arange(rows) // n_rep
+    used = (torch.arange(rows) < rows // n_rep * n_rep) & (query < query_len)
+    return query, kv_head * n_rep + torch.arange(rows) % n_rep, used
+
+
+@wrong(
+    "The rows after the last whole query of the tile count as used. The next tile begins with this "
+    "query, so it would be computed twice, here with a part of its heads: used needs "
+    "row < (rows // n_rep) * n_rep."
+)
+def _left_over_used(tile, rows, kv_head, n_rep, query_len):
+    used = lambda row, query: query < query_len  # noqa: E731
+    return _rows_but(tile, rows, kv_head, n_rep, query_len, used=used)
+
+
+@wrong(
+    "The rows after the sequence's last query count as used. The last tile may hold fewer queries: "
+    "used needs query < query_len."
+)
+def _past_the_last(tile, rows, kv_head, n_rep, query_len):
+    used = lambda row, query: row < rows // n_rep * n_rep  # noqa: E731
+    return _rows_but(tile, rows, kv_head, n_rep, query_len, used=used)
+
+
+@wrong(
+    "`used` compares the query's number within its tile with query_len. Compare the query itself, "
+    "the tile's first query included."
 )
 def _used_within_the_tile(tile, rows, kv_head, n_rep, query_len):
-    inside = torch.arange(rows) < query_len * n_rep
-    return _rows_but(tile, rows, kv_head, n_rep, query_len, used=lambda row: inside)
+    used = lambda row, query: (row < rows // n_rep * n_rep) & (row // n_rep < query_len)  # noqa: E731
+    return _rows_but(tile, rows, kv_head, n_rep, query_len, used=used)
 
 
 @wrong(
-    "The tile begins at query tile * rows. A tile holds `rows` rows, and a query takes n_rep of "
-    "them: count rows first, then divide."
+    "Every row counts as used. Two kinds of rows hold no query: those after the tile's last "
+    "whole query, and those after the sequence's last query."
 )
-def _tile_counts_queries(tile, rows, kv_head, n_rep, query_len):
-    first = lambda tile, rows, n_rep: tile * rows * n_rep  # noqa: E731
-    return _rows_but(tile, rows, kv_head, n_rep, query_len, first=first)
+def _all_used(tile, rows, kv_head, n_rep, query_len):
+    used = lambda row, query: row >= 0  # noqa: E731
+    return _rows_but(tile, rows, kv_head, n_rep, query_len, used=used)
+
+
+@wrong("One query too many is used: queries count from 0, so query_len itself is none.")
+def _one_too_many(tile, rows, kv_head, n_rep, query_len):
+    used = lambda row, query: (row < rows // n_rep * n_rep) & (query <= query_len)  # noqa: E731
+    return _rows_but(tile, rows, kv_head, n_rep, query_len, used=used)
 
 
 @wrong(
@@ -97,47 +144,29 @@ def _head_without_n_rep(tile, rows, kv_head, n_rep, query_len):
 
 
 @wrong(
-    "Quotient and remainder are exchanged: the head of the group is row % n_rep, and the query is "
-    "row // n_rep."
+    "Quotient and remainder are exchanged: the head within the group is row % n_rep, and the query "
+    "is row // n_rep."
 )
 def _exchanged(tile, rows, kv_head, n_rep, query_len):
-    query, head = (lambda row: row % n_rep), (lambda row: kv_head * n_rep + row // n_rep)
+    query = lambda row: tile * (rows // n_rep) + row % n_rep  # noqa: E731
+    head = lambda row: kv_head * n_rep + row // n_rep  # noqa: E731
     return _rows_but(tile, rows, kv_head, n_rep, query_len, query=query, head=head)
 
 
 @wrong(
-    "The rows are sorted by head, and then by query. Here all heads of one query come first: a "
-    "tile then holds few queries, and these see nearly the same keys."
+    "The rows of the tile are sorted by head. Here all heads of a query come first, then those of "
+    "the next query: row // n_rep is the query, row % n_rep the head."
 )
 def _sorted_by_head(tile, rows, kv_head, n_rep, query_len):
-    query = lambda row: row % query_len  # noqa: E731
-    head = lambda row: kv_head * n_rep + row // query_len  # noqa: E731
+    queries = rows // n_rep
+    query = lambda row: tile * queries + row % queries  # noqa: E731
+    head = lambda row: kv_head * n_rep + row // queries  # noqa: E731
     return _rows_but(tile, rows, kv_head, n_rep, query_len, query=query, head=head)
-
-
-@wrong(
-    "`used` counts queries: row < query_len. There are n_rep rows for each query, so the last row "
-    "is query_len * n_rep - 1."
-)
-def _used_by_queries(tile, rows, kv_head, n_rep, query_len):
-    used = lambda row: row < query_len  # noqa: E731
-    return _rows_but(tile, rows, kv_head, n_rep, query_len, used=used)
-
-
-@wrong("One row too many is used: rows count from 0, so row query_len * n_rep is not a query.")
-def _one_too_many(tile, rows, kv_head, n_rep, query_len):
-    used = lambda row: row <= query_len * n_rep  # noqa: E731
-    return _rows_but(tile, rows, kv_head, n_rep, query_len, used=used)
-
-
-@wrong("Every row counts as used. The last tile has rows after the last query: they hold nothing.")
-def _all_used(tile, rows, kv_head, n_rep, query_len):
-    return _rows_but(tile, rows, kv_head, n_rep, query_len, used=lambda row: row >= 0)
 
 
 @wrong("The three are right, in another order: return query, head, used.")
 def _head_first(tile, rows, kv_head, n_rep, query_len):
-    query, head, used = _rows_but(tile, rows, kv_head, n_rep, query_len)
+    query, head, used = rows_of_tile(tile, rows, kv_head, n_rep, query_len)
     return head, query, used
 
 
@@ -150,28 +179,30 @@ ROWS = Exercise(
             "lie?",
             "Heads kv_head * n_rep to kv_head * n_rep + n_rep - 1, in rows 0 to n_rep - 1. A row "
             "after them is not used.",
-            "head = kv_head * n_rep + row % n_rep; query = row // n_rep; used = row < query_len * "
-            "n_rep",
+            "head = kv_head * n_rep + row % n_rep; query = row // n_rep; used = query < query_len, "
+            "and row < (rows // n_rep) * n_rep",
         ),
         "order": (
-            "Write rows 0 to 7 on paper, each with its query and its head. Which of the two "
-            "changes from row to row?",
-            "The head changes: rows 0 to n_rep - 1 are query 0, and the next n_rep rows are query "
-            "1. A remainder gives the head, a quotient the query.",
-            "query = row // n_rep; head = kv_head * n_rep + row % n_rep",
+            "Write the rows on paper, each with its query and its head. Which of the two changes "
+            "from row to row?",
+            "The head changes: the first n_rep rows are one query, and the next n_rep rows are the "
+            "next query. A remainder gives the head, a quotient the query.",
+            "query = tile * (rows // n_rep) + row // n_rep; head = kv_head * n_rep + row % n_rep",
         ),
         "tile": (
-            "At which row of the KV head does tile number `tile` begin?",
-            "At tile * rows: each tile before it has `rows` rows. From this row on, all three "
-            "results follow from the row, `used` too.",
-            "row = tile * rows + torch.arange(rows); used = row < query_len * n_rep",
+            "How many whole queries fit into a tile, and which query does tile number `tile` begin "
+            "with?",
+            "rows // n_rep whole queries, so it begins with query tile * (rows // n_rep). Two "
+            "kinds of rows are not used: those after the whole queries, and those after query_len.",
+            "queries = rows // n_rep; query = tile * queries + row // n_rep; used = (row < queries "
+            "* n_rep) & (query < query_len)",
         ),
     },
     solution=rows_of_tile,
     wrong=(
-        _every_tile_the_first, _used_within_the_tile, _tile_counts_queries, _no_kv_head,
-        _head_without_n_rep, _exchanged, _sorted_by_head, _used_by_queries, _one_too_many,
-        _all_used, _head_first,
+        _every_tile_the_first, _without_a_gap, _tile_counts_rows, _left_over_used, _past_the_last,
+        _used_within_the_tile, _all_used, _one_too_many, _no_kv_head, _head_without_n_rep,
+        _exchanged, _sorted_by_head, _head_first,
     ),
 )  # fmt: skip
 
@@ -179,6 +210,7 @@ ROWS = Exercise(
 # the fold ----------------------------------------------------------------------------------------
 
 LOG2E = math.log2(math.e)
+FLOOR = -1e30  # m before the first key: finite, so that m - m is 0 and not NaN
 PACKED, KEYS, HEAD_DIM = 6, 5, 8  # rows of the tile, keys of the tile, channels
 SCALE = 0.3
 
@@ -195,7 +227,7 @@ def fold_tile(m, l, acc, q, k, v, seen, scale):  # noqa: E741
 
 def start(rows: int = PACKED) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """m, l and acc before the first tile."""
-    return torch.full((rows,), -torch.inf), torch.zeros(rows), torch.zeros(rows, HEAD_DIM)
+    return torch.full((rows,), FLOOR), torch.zeros(rows), torch.zeros(rows, HEAD_DIM)
 
 
 def _folded(answer, q, k, v, seen, scale, keys):
@@ -235,6 +267,7 @@ def _fold_cases() -> list[Case]:
             "4 keys more, with scores four times as large", "second", before, second, all_seen, 4.0
         ),
         one("one key more, which 3 of the 6 rows see", "seen", before, last, causal),
+        one("the same key, and nothing before it", "nothing", start(), last, causal),
         whole("acc / l over 13 keys, 5 at a time", "base", all_seen, 5),
         whole("the same, with 12 keys for one query and 13 for the other", "seen", causal, 5),
         whole("the same, 4 keys at a time, a scale of 40", "large", causal, 4, 40.0),
@@ -318,6 +351,14 @@ def _hidden_is_zero(*args):
     return _fold_but(*args, hide=lambda seen, score: torch.where(seen, score, 0.0))
 
 
+@wrong(
+    "A score that is not seen becomes -1e30, like m before the first key. In a row that has seen "
+    "no key, m_new is -1e30 too, and each weight is 2 ** 0 = 1. -inf gives 0 in every row."
+)
+def _hidden_is_floor(*args):
+    return _fold_but(*args, hide=lambda seen, score: torch.where(seen, score, FLOOR))
+
+
 @wrong("The mask is upside down: the scores that are seen become -inf.")
 def _mask_upside_down(*args):
     return _fold_but(*args, hide=lambda seen, score: torch.where(seen, -torch.inf, score))
@@ -360,7 +401,7 @@ FOLD = Exercise(
     _fold_cases,
     hints={
         "first": (
-            "Nothing came before: m is -inf, l and acc are 0. Which of your three differs, and "
+            "Nothing came before: m is -1e30, l and acc are 0. Which of your three differs, and "
             "does m differ? m holds a score, so it shows the factor of q.",
             "One product gives all scores of the tile, [rows, keys]. q carries scale * log2(e), so "
             "m is 1.44 times Day 22's. Then l is p.sum(-1) and acc is p @ v.",
@@ -380,6 +421,13 @@ FOLD = Exercise(
             "is taken.",
             "score = torch.where(seen, score, -torch.inf)",
         ),
+        "nothing": (
+            "Some rows have seen no key at all. Which m, l and acc should they keep?",
+            "Those from before: m is -1e30, l and acc are 0. Their scores are all -inf. m is "
+            "finite, so that alpha is 2 ** 0 = 1, and every weight is 2 ** -inf = 0.",
+            "score = torch.where(seen, score, -torch.inf); m_new = torch.maximum(m, "
+            "score.amax(-1)), which stays at -1e30",
+        ),
         "base": (
             "The result is a softmax, but of other scores. In which base is it?",
             "e ** x equals 2 ** (x * log2(e)). If q has this factor, every exponential is exp2: "
@@ -398,8 +446,8 @@ FOLD = Exercise(
     solution=fold_tile,
     wrong=(
         _no_log2e, _divided_by_log2e, _no_scale, _exp_not_exp2, _alpha_natural, _p_natural,
-        _all_seen, _hidden_is_zero, _mask_upside_down, _one_for_all, _tile_s_maximum, _no_alpha_l,
-        _no_alpha_acc, _keys_summed,
+        _all_seen, _hidden_is_zero, _hidden_is_floor, _mask_upside_down, _one_for_all,
+        _tile_s_maximum, _no_alpha_l, _no_alpha_acc, _keys_summed,
     ),
 )  # fmt: skip
 

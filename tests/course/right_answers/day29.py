@@ -10,30 +10,34 @@ import torch
 def row_by_row(tile, rows, kv_head, n_rep, query_len):
     """A loop over the rows of the tile, with divmod."""
     queries, heads, used = [], [], []
-    for row in range(tile * rows, tile * rows + rows):
-        query, member = divmod(row, n_rep)
+    for row in range(rows):
+        inside, member = divmod(row, n_rep)
+        query = tile * (rows // n_rep) + inside
         queries.append(query)
         heads.append(kv_head * n_rep + member)
-        used.append(query < query_len)
+        used.append(inside < rows // n_rep and query < query_len)
     return torch.tensor(queries), torch.tensor(heads), torch.tensor(used)
 
 
 def by_a_grid(tile, rows, kv_head, n_rep, query_len):
-    """All pairs of query and head in order, then the rows of the tile; unused rows hold -1."""
-    query = torch.arange(query_len).repeat_interleave(n_rep)
-    head = torch.arange(kv_head * n_rep, (kv_head + 1) * n_rep).repeat(query_len)
-    part = slice(tile * rows, (tile + 1) * rows)
-    unused = torch.full((rows - len(query[part]),), -1)
-    query, head = torch.cat([query[part], unused]), torch.cat([head[part], unused])
+    """The pairs of query and head of the tile in order; unused rows hold -1."""
+    whole = rows // n_rep
+    mine = torch.arange(query_len)[tile * whole : (tile + 1) * whole]
+    query, head = torch.full((2, rows), -1)
+    count = len(mine) * n_rep
+    query[:count] = mine.repeat_interleave(n_rep)
+    head[:count] = torch.arange(kv_head * n_rep, (kv_head + 1) * n_rep).repeat(len(mine))
     return query, head, query >= 0
 
 
 def by_torch_division(tile, rows, kv_head, n_rep, query_len):
-    """torch.div and remainder; the last used row is a query's."""
-    row = torch.arange(tile * rows, (tile + 1) * rows)
-    query = torch.div(row, n_rep, rounding_mode="floor")
-    head = torch.remainder(row, n_rep) + kv_head * n_rep
-    return query, head, torch.lt(query, query_len)
+    """torch.div and remainder; the number of used rows comes first."""
+    row = torch.arange(rows)
+    whole = rows // n_rep
+    first = tile * whole
+    used = max(0, min(whole, query_len - first)) * n_rep
+    query = torch.div(row, n_rep, rounding_mode="floor") + first
+    return query, torch.remainder(row, n_rep) + kv_head * n_rep, torch.lt(row, used)
 
 
 # fold_tile ---------------------------------------------------------------------------------------

@@ -1,0 +1,247 @@
+"""Day 30: the merge of partial softmaxes by log-sum-exp, and the split rule."""
+
+import torch
+
+from nanoserve.course.exercise import Case, Exercise, close, wrong
+
+# the merge ---------------------------------------------------------------------------------------
+
+ROWS, HEAD_DIM = 3, 8
+
+
+def merge(parts, lse):
+    """parts [rows, splits, head_dim], lse [rows, splits] to base 2 -> [rows, head_dim]: the mean of
+    the parts, weighted by 2 ** lse; zeros where no part saw a key."""
+    largest = lse.amax(-1, keepdim=True).clamp(min=-1e30)  # finite, also where all are -inf
+    weight = torch.exp2(lse - largest)
+    total = weight.sum(-1, keepdim=True)
+    mixed = (weight[..., None] * parts).sum(1)
+    return mixed / torch.where(total == 0, 1.0, total)
+
+
+def partials(scores, values, ends):
+    """The softmax of each part of the keys: out [rows, splits, head_dim], lse [rows, splits].
+
+    scores [rows, keys] are natural; part i ends before key ends[i], and may be empty.
+    """
+    outs, lses, begin = [], [], 0
+    for end in ends:
+        part = scores[:, begin:end].double()
+        empty = torch.zeros(len(scores), values.shape[1], dtype=torch.float64)
+        outs.append(part.softmax(-1) @ values[begin:end].double() if end > begin else empty)
+        lses.append(part.exp2().sum(-1).log2() if end == begin else part.logsumexp(-1) * LOG2E)
+        begin = end
+    return torch.stack(outs, 1).float(), torch.stack(lses, 1).float()
+
+
+LOG2E = 1.4426950408889634
+
+
+def _merge_cases() -> list[Case]:
+    random = torch.Generator().manual_seed(30)
+    scores = 2 * torch.randn(ROWS, 13, generator=random)
+    values = torch.randn(13, HEAD_DIM, generator=random)
+
+    def case(what: str, kind: str, ends: tuple[int, ...], scores=scores) -> Case:
+        truth = (scores.double().softmax(-1) @ values.double()).float()
+        args = partials(scores, values, ends)
+        return Case(what, args, {}, kind, truth, close(1e-5, 1e-4))
+
+    rows = torch.tensor([[0.0], [300.0], [-300.0]])
+    falls = torch.linspace(400, 0, 13).expand(ROWS, -1)
+    none = (torch.zeros(2, 5, HEAD_DIM), torch.full((2, 5), -torch.inf))
+    some = partials(scores, values, (4, 9, 13))
+    mixed = (torch.cat([some[0], torch.zeros(1, 3, HEAD_DIM)]),
+             torch.cat([some[1], torch.full((1, 3), -torch.inf)]))  # fmt: skip
+    truth = (scores.double().softmax(-1) @ values.double()).float()
+    padded = torch.cat([truth, torch.zeros(1, HEAD_DIM)])
+    near = close(1e-5, 1e-4)
+    return [
+        case("two parts, of 6 and 7 keys", "two", (6, 13)),
+        case("two parts, of 12 keys and 1 key", "two", (12, 13)),
+        case("one part alone", "two", (13,)),
+        case("five parts", "many", (2, 5, 9, 10, 13)),
+        case("thirteen parts of one key", "many", tuple(range(1, 14))),
+        case("four parts, the last two without a key", "empty", (6, 13, 13, 13)),
+        case("scores near 300, four parts", "large", (3, 7, 9, 13), scores + 300),
+        case("scores near -300, four parts", "large", (3, 7, 9, 13), scores - 300),
+        case("rows 300 apart, four parts", "large", (3, 7, 9, 13), scores + rows),
+        case("scores that fall from 400 to 0", "large", (3, 7, 9, 13), scores + falls),
+        Case("five parts, none saw a key", none, {}, "none", torch.zeros(2, HEAD_DIM), near),
+        Case("three rows with keys, one without", mixed, {}, "none", padded, near),
+    ]
+
+
+def _merge_but(parts, lse, *, base=torch.exp2, floor=-1e30, largest=None, weight=None, total=None):
+    """The right merge with one step replaced."""
+    top = lse.amax(-1, keepdim=True).clamp(min=floor) if largest is None else largest(lse)
+    w = base(lse - top) if weight is None else weight(lse)
+    found = w.sum(-1, keepdim=True) if total is None else total(w)
+    return (w[..., None] * parts).sum(1) / torch.where(found == 0, 1.0, found)
+
+
+@wrong(
+    "This is the plain mean of the parts. A part with larger scores, or with more keys, has more "
+    "of the softmax's sum: its weight is 2 ** lse."
+)
+def _plain_mean(parts, lse):
+    return parts.mean(1)
+
+
+@wrong(
+    "This adds the parts up. Each is a mean already, with weights that sum to 1: the parts need "
+    "weights too, 2 ** lse divided by the sum of all 2 ** lse."
+)
+def _plain_sum(parts, lse):
+    return parts.sum(1)
+
+
+@wrong(
+    "The weights are not divided by their sum. With the largest lse subtracted, they sum to 1 or "
+    "more: divide by the total of the row."
+)
+def _not_divided(parts, lse):
+    return _merge_but(parts, lse, total=torch.ones_like)
+
+
+@wrong(
+    "The weighted sum is divided by the number of parts. The divisor is the sum of the weights, as "
+    "in every weighted mean."
+)
+def _divided_by_the_number(parts, lse):
+    return _merge_but(parts, lse, total=lambda w: torch.full_like(w[:, :1], w.shape[1]))
+
+
+@wrong(
+    "The weights are e ** lse. These lse are to base 2, since the kernel folds with exp2: the "
+    "weights are 2 ** lse."
+)
+def _base_e(parts, lse):
+    return _merge_but(parts, lse, base=torch.exp)
+
+
+@wrong(
+    "The weight of a part is its lse itself. lse is a logarithm: the part's share of the sum is "
+    "2 ** lse."
+)
+def _the_logarithm(parts, lse):
+    return _merge_but(parts, lse, weight=lambda lse: lse)
+
+
+@wrong(
+    "No maximum is subtracted: 2 ** lse is infinite from lse 128 on, and 0 below -149. Subtract "
+    "the row's largest lse first; it cancels in the division.",
+    hints="large",
+)
+def _no_maximum(parts, lse):
+    return _merge_but(parts, lse, largest=torch.zeros_like)
+
+
+@wrong(
+    "One maximum is taken over all rows. Under another row's large maximum, every weight of a row "
+    "can be 0. Each row needs its own."
+)
+def _one_for_all(parts, lse):
+    return _merge_but(parts, lse, largest=lambda lse: lse.max().clamp(min=-1e30))
+
+
+@wrong(
+    "The sums run over the rows: each part gets weights that sum to 1 over the rows. The parts of "
+    "one row belong together: sum over the splits."
+)
+def _over_the_rows(parts, lse):
+    top = lse.amax(0, keepdim=True).clamp(min=-1e30)
+    weight = torch.exp2(lse - top)
+    total = weight.sum(0, keepdim=True)
+    return (weight[..., None] * parts / torch.where(total == 0, 1.0, total)[..., None]).sum(1)
+
+
+@wrong(
+    "A row in which no part saw a key gives NaN. There are two traps: -inf - -inf is NaN, so the "
+    "maximum must be finite; and the sum of the weights is 0, so divide by 1 there."
+)
+def _none_is_nan(parts, lse):
+    return _merge_but(parts, lse, floor=-torch.inf)
+
+
+@wrong(
+    "Only the part with the largest lse is kept. The others have a smaller share of the sum, but "
+    "not none."
+)
+def _the_largest(parts, lse):
+    return parts[torch.arange(len(parts)), lse.argmax(-1)]
+
+
+@wrong(
+    "Only the first and the last part are merged. Every part has a share of the sum, however many "
+    "there are.",
+    hints="many",
+)
+def _only_two(parts, lse):
+    ends = [0, -1] if parts.shape[1] > 1 else [0]
+    return merge(parts[:, ends], lse[:, ends])
+
+
+@wrong(
+    "The parts are merged in pairs, and a pair's lse is the larger of the two. It is the logarithm "
+    "of the sum of both: log2(2 ** a + 2 ** b).",
+    hints="many",
+)
+def _larger_lse(parts, lse):
+    out, seen = parts[:, 0], lse[:, 0]
+    for i in range(1, parts.shape[1]):
+        pair = torch.stack([seen, lse[:, i]], 1)
+        out = merge(torch.stack([out, parts[:, i]], 1), pair)
+        seen = pair.amax(-1)
+    return out
+
+
+MERGE = Exercise(
+    "merge",
+    _merge_cases,
+    hints={
+        "two": (
+            "Part i is a softmax over its own keys: its weights sum to 1. By what did it divide, "
+            "and by what would the whole softmax have divided?",
+            "By its own sum of exponentials, 2 ** lse[i]. The whole one divides by the sum of "
+            "these. So part i counts with weight 2 ** lse[i] / sum(2 ** lse).",
+            "weight = torch.exp2(lse - lse.amax(-1, keepdim=True)); out = (weight[..., None] * "
+            "parts).sum(1) / weight.sum(-1, keepdim=True)",
+        ),
+        "many": (
+            "Two parts come out right. Is there anything about the formula that needs two?",
+            "No: one maximum over all splits of the row, one weight for each split, and sums over "
+            "axis 1. If you merge in pairs, a pair's lse is log2(2 ** a + 2 ** b).",
+            "weight = torch.exp2(lse - lse.amax(-1, keepdim=True)); sums over axis 1 of parts and "
+            "over the last axis of weight",
+        ),
+        "empty": (
+            "Some parts have no key. Which lse do they have, and which weight follows?",
+            "lse is -inf, because the logarithm of an empty sum is. 2 ** -inf is 0, so the part "
+            "has no weight without any special case.",
+            "torch.exp2(lse - largest) gives 0 for -inf, as long as largest is finite",
+        ),
+        "large": (
+            "Which of your exponents can be above 0?",
+            "None may be: 2 ** 128 is infinite in float32. Subtract each row's largest lse; the "
+            "same factor is above and below the fraction.",
+            "torch.exp2(lse - lse.amax(-1, keepdim=True)), one maximum for each row",
+        ),
+        "none": (
+            "What is the largest lse of a row in which no part saw a key, and what is -inf minus "
+            "that?",
+            "It is -inf, and -inf - -inf is NaN. Keep the maximum finite, for example at least "
+            "-1e30. Then all weights are 0, and so is their sum, by which you divide.",
+            "largest = lse.amax(-1, keepdim=True).clamp(min=-1e30); divide by torch.where(total == "
+            "0, 1.0, total)",
+        ),
+    },
+    solution=merge,
+    wrong=(
+        _plain_mean, _plain_sum, _not_divided, _divided_by_the_number, _base_e, _the_logarithm,
+        _no_maximum, _one_for_all, _over_the_rows, _none_is_nan, _the_largest,
+        _only_two, _larger_lse,
+    ),
+)  # fmt: skip
+
+EXERCISES = (MERGE,)
