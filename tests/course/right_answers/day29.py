@@ -8,36 +8,34 @@ import torch
 
 
 def row_by_row(tile, rows, kv_head, n_rep, query_len):
-    """A loop over the rows of the tile, with divmod."""
-    queries, heads, used = [], [], []
+    """A table with one line for each row of the tile, with divmod."""
+    whole, table = rows // n_rep, []
     for row in range(rows):
         inside, member = divmod(row, n_rep)
-        query = tile * (rows // n_rep) + inside
-        queries.append(query)
-        heads.append(kv_head * n_rep + member)
-        used.append(inside < rows // n_rep and query < query_len)
-    return torch.tensor(queries), torch.tensor(heads), torch.tensor(used)
+        query = tile * whole + inside
+        table.append((query, kv_head * n_rep + member, inside < whole and query < query_len))
+    return tuple(torch.tensor(column) for column in zip(*table, strict=True))
 
 
 def by_a_grid(tile, rows, kv_head, n_rep, query_len):
-    """The pairs of query and head of the tile in order; unused rows hold -1."""
+    """The pairs of query and head of the tile in order, then rows without a query."""
     whole = rows // n_rep
     mine = torch.arange(query_len)[tile * whole : (tile + 1) * whole]
-    query, head = torch.full((2, rows), -1)
-    count = len(mine) * n_rep
-    query[:count] = mine.repeat_interleave(n_rep)
-    head[:count] = torch.arange(kv_head * n_rep, (kv_head + 1) * n_rep).repeat(len(mine))
-    return query, head, query >= 0
+    query = mine.repeat_interleave(n_rep)
+    head = torch.arange(kv_head * n_rep, (kv_head + 1) * n_rep).repeat(len(mine))
+    used = torch.arange(rows) < len(query)
+    unused = torch.arange(rows)[~used]  # any numbers
+    return torch.cat([query, unused]), torch.cat([head, unused]), used
 
 
 def by_torch_division(tile, rows, kv_head, n_rep, query_len):
-    """torch.div and remainder; the number of used rows comes first."""
+    """torch.div and torch.remainder."""
     row = torch.arange(rows)
     whole = rows // n_rep
-    first = tile * whole
-    used = max(0, min(whole, query_len - first)) * n_rep
-    query = torch.div(row, n_rep, rounding_mode="floor") + first
-    return query, torch.remainder(row, n_rep) + kv_head * n_rep, torch.lt(row, used)
+    inside = torch.div(row, n_rep, rounding_mode="floor")
+    query = inside + tile * whole
+    used = torch.lt(inside, whole).logical_and(torch.lt(query, query_len))
+    return query, torch.remainder(row, n_rep) + kv_head * n_rep, used
 
 
 # fold_tile ---------------------------------------------------------------------------------------
@@ -49,7 +47,7 @@ def key_by_key(m, l, acc, q, k, v, seen, scale):  # noqa: E741
     for key, value, sees in zip(k, v, seen.T, strict=True):
         score = torch.mv(q, key) * factor
         score[~sees] = -torch.inf
-        larger = torch.where(score > m, score, m)
+        larger = torch.maximum(score, m)
         old, new = 2.0 ** (m - larger), 2.0 ** (score - larger)
         l = old * l + new  # noqa: E741
         acc = old.unsqueeze(1) * acc + torch.outer(new, value)
@@ -76,7 +74,7 @@ def by_natural_exponents(m, l, acc, q, k, v, seen, scale):  # noqa: E741
     largest = torch.maximum(m * to_e, score.max(dim=1).values)
     alpha, p = torch.exp(m * to_e - largest), torch.exp(score - largest.unsqueeze(1))
     mixed = torch.einsum("rk,kd->rd", p, v)
-    return largest * to_2, alpha * l + p.sum(1), torch.addcmul(mixed, alpha.unsqueeze(1), acc)
+    return largest * to_2, alpha * l + p.sum(1), alpha.unsqueeze(1) * acc + mixed
 
 
 RIGHT = {

@@ -6,14 +6,14 @@ import torch
 
 
 def in_pairs(parts, lse):
-    """One part after another is merged into the result, with the lse of both."""
-    out, seen = torch.zeros_like(parts[:, 0]), torch.full_like(lse[:, 0], -torch.inf)
-    for part, new in zip(parts.unbind(1), lse.unbind(1), strict=True):
-        both = torch.logaddexp2(seen, new)
-        finite = both.nan_to_num(neginf=0.0)
-        old_share, new_share = torch.exp2(seen - finite), torch.exp2(new - finite)
-        out = old_share[:, None] * out + new_share[:, None] * part
-        seen = both
+    """One part after another is merged into the result, with a sigmoid of the two lse."""
+    pairs = zip(parts.unbind(1), lse.unbind(1), strict=True)
+    out, seen = next(pairs)
+    for part, new in pairs:
+        ahead = torch.where(new > -torch.inf, new - seen, -torch.inf)
+        share = torch.sigmoid(ahead * 0.6931471805599453)[:, None]
+        out = (1 - share) * out + share * part
+        seen = seen.logaddexp2(new)
     return out
 
 
