@@ -296,6 +296,17 @@ asynchronous: Started now and finished later: the program continues while the GP
 synchronise: To wait until a GPU has finished all its work.
 multiprocessor: One of the units of a GPU that run programs in parallel. An H200 has 132.
 """,
+    29: """
+packed heads: The query heads that share a KV head, as the rows of one tile. One program computes
+    them all and loads each key once.
+tensor core: A unit of a GPU that multiplies two small matrices in one instruction. tl.dot uses it.
+""",
+    30: """
+split: A part of a sequence's tokens that one program reads. The partial results are merged.
+log-sum-exp: The logarithm of a sum of exponentials. It is a softmax's divisor, kept as a logarithm
+    so that it does not overflow.
+partial softmax: The softmax over a part of the keys, with the log-sum-exp of their scores.
+""",
 }
 
 

@@ -1,4 +1,4 @@
-"""Day 30: the merge of partial softmaxes by log-sum-exp, and the split rule."""
+"""Day 30: the merge of partial softmaxes by log-sum-exp, and equal shares of all keys."""
 
 import torch
 
@@ -244,4 +244,210 @@ MERGE = Exercise(
     ),
 )  # fmt: skip
 
-EXERCISES = (MERGE,)
+
+# the shares --------------------------------------------------------------------------------------
+
+
+def keys_of_worker(worker, workers, kv_lens, tile):
+    """The key tiles of all sequences, one after another, in equal shares -> the keys of one worker:
+    a list of (sequence, low, high), without empty parts."""
+    tiles = [-(-kv_len // tile) for kv_len in kv_lens]
+    share = -(-sum(tiles) // workers)
+    parts, before = [], 0
+    for i, kv_len in enumerate(kv_lens):
+        low = max(worker * share - before, 0)
+        high = min((worker + 1) * share - before, tiles[i])
+        if low < high:
+            parts.append((i, low * tile, min(high * tile, kv_len)))
+        before += tiles[i]
+    return parts
+
+
+def _all_workers(answer, workers, kv_lens, tile):
+    """The parts of every worker."""
+    return [answer(worker, workers, kv_lens, tile) for worker in range(workers)]
+
+
+def _share_cases() -> list[Case]:
+    def case(what: str, kind: str, workers: int, kv_lens: tuple[int, ...], tile: int = 16) -> Case:
+        inputs = f"workers {workers}, kv_lens {list(kv_lens)}, tile {tile}; all workers in order"
+        args = (workers, list(kv_lens), tile)
+        return Case(what, args, kind=kind, call=_all_workers, inputs=inputs)
+
+    return [
+        case("one sequence of 96 keys, 3 workers", "one", 3, (96,)),
+        case("one sequence of 90 keys: the last tile is ragged", "tail", 3, (90,)),
+        case("5 tiles for 3 workers", "share", 3, (75,)),
+        case("9 tiles for 4 workers, tiles of 8", "share", 4, (70,), 8),
+        case("more workers than tiles", "share", 5, (40,)),
+        case("two sequences of 32 keys, 2 workers", "several", 2, (32, 32)),
+        case("sequences of 100, 20 and 150 keys, 4 workers", "several", 4, (100, 20, 150)),
+        case("the same, one worker", "several", 1, (100, 20, 150)),
+        case("a padded row between two sequences", "empty", 3, (49, 0, 65)),
+        case("padded rows only", "empty", 2, (0, 0)),
+        case("three sequences of one key, 2 workers", "several", 2, (1, 1, 1)),
+    ]
+
+
+def _share_but(worker, workers, kv_lens, tile, *, share=None, clamp=True, rebase=True, keep=False):
+    """The right shares with one step replaced."""
+    tiles = [-(-kv_len // tile) for kv_len in kv_lens]
+    size = -(-sum(tiles) // workers) if share is None else share(tiles, workers)
+    parts, before = [], 0
+    for i, kv_len in enumerate(kv_lens):
+        low, high = max(worker * size - before, 0), min((worker + 1) * size - before, tiles[i])
+        shift = 0 if rebase else before
+        if low < high or (keep and low <= high):
+            last = (high + shift) * tile
+            parts.append((i, (low + shift) * tile, min(last, kv_len) if clamp else last))
+        before += tiles[i]
+    return parts
+
+
+@wrong(
+    "The share is rounded down: total // workers. The tiles that are left over belong to no "
+    "worker, and their keys are never read. Round up."
+)
+def _rounded_down(*args):
+    return _share_but(*args, share=lambda tiles, workers: sum(tiles) // workers)
+
+
+@wrong(
+    "The share is rounded to the nearest number. Where that is down, the last tiles belong to no "
+    "worker. Round up."
+)
+def _rounded(*args):
+    return _share_but(*args, share=lambda tiles, workers: round(sum(tiles) / workers))
+
+
+@wrong(
+    "The share is one tile too large where the tiles divide evenly: total // workers + 1 is not "
+    "the quotient rounded up."
+)
+def _plus_one(*args):
+    return _share_but(*args, share=lambda tiles, workers: sum(tiles) // workers + 1)
+
+
+@wrong(
+    "The last part ends at the end of its tile, behind the sequence's last key. high is at most "
+    "kv_len."
+)
+def _past_the_end(*args):
+    return _share_but(*args, clamp=False)
+
+
+@wrong(
+    "low and high count from the first key of the first sequence. They are positions in their own "
+    "sequence: subtract the tiles of the sequences before it."
+)
+def _not_rebased(*args):
+    return _share_but(*args, rebase=False, clamp=False)
+
+
+@wrong(
+    "A part without keys is in the list, such as (1, 0, 0). A worker does nothing for it: leave it "
+    "out."
+)
+def _empty_parts(*args):
+    return _share_but(*args, keep=True)
+
+
+@wrong(
+    "Every sequence is cut into `workers` pieces, and a worker gets one piece of each. Then a "
+    "worker visits all sequences, and short sequences give pieces of a tile or less. Share out "
+    "the tiles of all sequences together."
+)
+def _each_sequence_split(worker, workers, kv_lens, tile):
+    found = []
+    for i, kv_len in enumerate(kv_lens):
+        found += [(i, *part[1:]) for part in keys_of_worker(worker, workers, [kv_len], tile)]
+    return found
+
+
+@wrong(
+    "The shares are equal in keys, not in tiles, so a worker begins in the middle of a tile. Count "
+    "whole tiles: a program loads whole tiles anyway."
+)
+def _shares_of_keys(worker, workers, kv_lens, tile):
+    return keys_of_worker(worker, workers, kv_lens, 1)
+
+
+@wrong(
+    "Whole sequences are dealt out. Then a long sequence keeps one worker busy while the others "
+    "have nothing to do: a share may end inside a sequence."
+)
+def _whole_sequences(worker, workers, kv_lens, tile):
+    return [(i, 0, n) for i, n in enumerate(kv_lens) if i % workers == worker and n]
+
+
+@wrong(
+    "The tiles are dealt out in turn: worker w gets tiles w, w + workers, and so on. Then each "
+    "sequence has a part of every worker, and the merge has more to do. A share is consecutive."
+)
+def _dealt_in_turn(worker, workers, kv_lens, tile):
+    all_tiles = [(i, low) for i, n in enumerate(kv_lens) for low in range(0, n, tile)]
+    return [(i, low, min(low + tile, kv_lens[i])) for i, low in all_tiles[worker::workers]]
+
+
+@wrong(
+    "There is one entry for each tile. Tiles of one sequence that follow each other are one part: "
+    "the worker folds them one after another and stores one result."
+)
+def _one_for_each_tile(worker, workers, kv_lens, tile):
+    return [
+        (i, start, min(start + tile, high))
+        for i, low, high in keys_of_worker(worker, workers, kv_lens, tile)
+        for start in range(low, high, tile)
+    ]
+
+
+@wrong("Only the first sequence of the share is returned. A share can reach into the next ones.")
+def _first_sequence_only(*args):
+    return keys_of_worker(*args)[:1]
+
+
+SHARES = Exercise(
+    "keys_of_worker",
+    _share_cases,
+    hints={
+        "one": (
+            "How many tiles has the sequence, and how many of them does each worker get?",
+            "96 keys are 6 tiles of 16, and 3 workers get 2 each. Worker w reads from tile "
+            "w * share to tile (w + 1) * share.",
+            "low = worker * share * tile; high = (worker + 1) * share * tile; return [(0, low, "
+            "high)]",
+        ),
+        "tail": (
+            "Where does the last tile end, and where does the sequence end?",
+            "The tile ends at a multiple of `tile`, the sequence at kv_len, which may come first.",
+            "high = min(high_tile * tile, kv_len)",
+        ),
+        "share": (
+            "The tiles do not divide evenly. Is every tile read by one worker?",
+            "Round the share up: then the first workers have full shares, one has the rest, and "
+            "the workers after it have nothing.",
+            "share = -(-total // workers); a worker whose first tile is not below the total "
+            "returns []",
+        ),
+        "several": (
+            "Number the tiles of all sequences from 0. Which numbers does sequence i have?",
+            "From `before`, the tiles of the sequences before it, to before + tiles[i]. The part "
+            "of a worker in it is where its share and this range overlap, minus before.",
+            "low = max(worker * share - before, 0); high = min((worker + 1) * share - before, "
+            "tiles[i]); keep it if low < high",
+        ),
+        "empty": (
+            "How many tiles has a sequence without keys?",
+            "None, so no share reaches into it, and it appears in no list. The total may be 0 too.",
+            "if low < high: parts.append((i, low * tile, min(high * tile, kv_len)))",
+        ),
+    },
+    solution=keys_of_worker,
+    wrong=(
+        _rounded_down, _rounded, _plus_one, _past_the_end, _not_rebased, _empty_parts,
+        _each_sequence_split, _shares_of_keys, _whole_sequences, _dealt_in_turn,
+        _one_for_each_tile, _first_sequence_only,
+    ),
+)  # fmt: skip
+
+EXERCISES = (MERGE, SHARES)

@@ -1,4 +1,6 @@
-"""Day 30: right answers to `merge` and `num_splits`, in several styles."""
+"""Day 30: right answers to `merge` and `keys_of_worker`, in several styles."""
+
+import math
 
 import torch
 
@@ -35,4 +37,51 @@ def by_softmax(parts, lse):
     return torch.einsum("rs,rsd->rd", share.nan_to_num(), parts)
 
 
-RIGHT = {"merge": (in_pairs, row_by_row, by_softmax)}
+# keys_of_worker ----------------------------------------------------------------------------------
+
+
+def tile_by_tile(worker, workers, kv_lens, tile):
+    """All tiles in a list, the worker's slice of it, and neighbours joined."""
+    tiles = [(i, low) for i, kv_len in enumerate(kv_lens) for low in range(0, kv_len, tile)]
+    share = (len(tiles) + workers - 1) // workers
+    parts = {}
+    for i, low in tiles[worker * share : worker * share + share]:
+        first = parts.get(i, (i, low))[1]
+        parts[i] = (i, first, min(low + tile, kv_lens[i]))
+    return list(parts.values())
+
+
+def by_ranges(worker, workers, kv_lens, tile):
+    """The overlap of two ranges for each sequence."""
+    counts = [len(range(0, kv_len, tile)) for kv_len in kv_lens]
+    share = math.ceil(sum(counts) / workers)
+    mine = range(worker * share, worker * share + share)
+    found, start = [], 0
+    for i, count in enumerate(counts):
+        both = range(max(mine.start, start), min(mine.stop, start + count))
+        if len(both):
+            low, high = (tile * (edge - start) for edge in (both.start, both.stop))
+            found.append((i, low, min(high, kv_lens[i])))
+        start += count
+    return found
+
+
+def by_walking(worker, workers, kv_lens, tile):
+    """Walk through the sequences with the number of tiles to skip and the number still to take."""
+    tiles = [(kv_len + tile - 1) // tile for kv_len in kv_lens]
+    take = (sum(tiles) + workers - 1) // workers
+    skip, parts = worker * take, []
+    for i, (kv_len, count) in enumerate(zip(kv_lens, tiles, strict=True)):
+        skipped = min(skip, count)
+        taken = min(take, count - skipped)
+        skip, take = skip - skipped, take - taken
+        if taken > 0:
+            end = tile * (skipped + taken)
+            parts.append((i, tile * skipped, min(end, kv_len)))
+    return parts
+
+
+RIGHT = {
+    "merge": (in_pairs, row_by_row, by_softmax),
+    "keys_of_worker": (tile_by_tile, by_ranges, by_walking),
+}
