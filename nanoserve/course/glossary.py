@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from nanoserve.course.curriculum import Number, find, position
 from nanoserve.course.exercise import CourseError
 
 
 @dataclass(frozen=True)
 class Term:
-    """A term and its meaning. `day` is the first day that may use the term."""
+    """A term and its meaning. `day` is the first day, or the appendix, that may use the term."""
 
     term: str
     meaning: str
-    day: int
+    day: Number
 
 
 # One entry per term. An indented line continues the entry above it.
@@ -311,7 +312,7 @@ partial softmax: The softmax over a part of the keys, with the log-sum-exp of th
 }
 
 
-def _parsed(day: int, text: str) -> list[Term]:
+def _parsed(day: Number, text: str) -> list[Term]:
     entries = text.strip().replace("\n    ", " ").splitlines()
     return [Term(*entry.split(": ", 1), day) for entry in entries]
 
@@ -321,7 +322,7 @@ TERMS: tuple[Term, ...] = tuple(
 )
 
 
-def lookup(names: tuple[str, ...], day: int) -> list[Term]:
+def lookup(names: tuple[str, ...], day: Number) -> list[Term]:
     """The terms `names`, in that order. Without names, all terms that `day` defines.
 
     Raises CourseError for an unknown term and for a term that a later day defines.
@@ -334,7 +335,8 @@ def lookup(names: tuple[str, ...], day: int) -> list[Term]:
         term = known.get(name.lower())
         if term is None:
             raise CourseError(f"the glossary has no term {name!r}")
-        if term.day > day:
-            raise CourseError(f"{name!r} is defined on day {term.day}, after day {day}")
+        if position(term.day) > position(day):
+            first, now = find(term.day).name, find(day).name
+            raise CourseError(f"{first} defines {name!r}, and {first} comes after {now}")
         found.append(term)
     return found
