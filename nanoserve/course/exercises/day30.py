@@ -2,6 +2,7 @@
 
 import torch
 
+from nanoserve.course import drawings
 from nanoserve.course.exercise import Case, Exercise, close, wrong
 
 # the merge ---------------------------------------------------------------------------------------
@@ -250,8 +251,8 @@ MERGE = Exercise(
 
 def keys_of_worker(worker, workers, kv_lens, tile):
     """The key tiles of all sequences, one after another, in equal shares -> the keys of one worker:
-    a list of (sequence, low, high), without empty parts."""
-    tiles = [-(-kv_len // tile) for kv_len in kv_lens]
+    a list of (sequence, low, high). A sequence without keys counts as one tile."""
+    tiles = [max(-(-kv_len // tile), 1) for kv_len in kv_lens]
     share = -(-sum(tiles) // workers)
     parts, before = [], 0
     for i, kv_len in enumerate(kv_lens):
@@ -285,13 +286,16 @@ def _share_cases() -> list[Case]:
         case("the same, one worker", "several", 1, (100, 20, 150)),
         case("a padded row between two sequences", "empty", 3, (49, 0, 65)),
         case("padded rows only", "empty", 2, (0, 0)),
+        case("tiles of one key: 1, 0 and 4 keys, 3 workers", "empty", 3, (1, 0, 4), 1),
         case("three sequences of one key, 2 workers", "several", 2, (1, 1, 1)),
     ]
 
 
-def _share_but(worker, workers, kv_lens, tile, *, share=None, clamp=True, rebase=True, keep=False):
+def _share_but(
+    worker, workers, kv_lens, tile, *, share=None, clamp=True, rebase=True, keep=False, least=1
+):  # fmt: skip
     """The right shares with one step replaced."""
-    tiles = [-(-kv_len // tile) for kv_len in kv_lens]
+    tiles = [max(-(-kv_len // tile), least) for kv_len in kv_lens]
     size = -(-sum(tiles) // workers) if share is None else share(tiles, workers)
     parts, before = [], 0
     for i, kv_len in enumerate(kv_lens):
@@ -345,11 +349,19 @@ def _not_rebased(*args):
 
 
 @wrong(
-    "A part without keys is in the list, such as (1, 0, 0). A worker does nothing for it: leave it "
-    "out."
+    "A part that begins and ends at one place is in the list, although the share does not reach "
+    "into that sequence. Only a sequence without keys has such a part."
 )
 def _empty_parts(*args):
     return _share_but(*args, keep=True)
+
+
+@wrong(
+    "A sequence without keys has no tile here, so no worker visits it, and its zeros are never "
+    "written. Count it as one tile: its part is (sequence, 0, 0)."
+)
+def _padded_row_lost(*args):
+    return _share_but(*args, least=0)
 
 
 @wrong(
@@ -377,7 +389,7 @@ def _shares_of_keys(worker, workers, kv_lens, tile):
     "have nothing to do: a share may end inside a sequence."
 )
 def _whole_sequences(worker, workers, kv_lens, tile):
-    return [(i, 0, n) for i, n in enumerate(kv_lens) if i % workers == worker and n]
+    return [(i, 0, n) for i, n in enumerate(kv_lens) if i % workers == worker]
 
 
 @wrong(
@@ -385,7 +397,7 @@ def _whole_sequences(worker, workers, kv_lens, tile):
     "sequence has a part of every worker, and the merge has more to do. A share is consecutive."
 )
 def _dealt_in_turn(worker, workers, kv_lens, tile):
-    all_tiles = [(i, low) for i, n in enumerate(kv_lens) for low in range(0, n, tile)]
+    all_tiles = [(i, low) for i, n in enumerate(kv_lens) for low in range(0, max(n, 1), tile)]
     return [(i, low, min(low + tile, kv_lens[i])) for i, low in all_tiles[worker::workers]]
 
 
@@ -397,7 +409,7 @@ def _one_for_each_tile(worker, workers, kv_lens, tile):
     return [
         (i, start, min(start + tile, high))
         for i, low, high in keys_of_worker(worker, workers, kv_lens, tile)
-        for start in range(low, high, tile)
+        for start in range(low, max(high, 1), tile)
     ]
 
 
@@ -437,17 +449,19 @@ SHARES = Exercise(
             "tiles[i]); keep it if low < high",
         ),
         "empty": (
-            "How many tiles has a sequence without keys?",
-            "None, so no share reaches into it, and it appears in no list. The total may be 0 too.",
-            "if low < high: parts.append((i, low * tile, min(high * tile, kv_len)))",
+            "A padded row has no keys, and its result is zeros. Which worker writes them?",
+            "The worker whose share holds its tile. So a sequence has at least one tile, with keys "
+            "or without, and the part of a padded row ends at kv_len: (sequence, 0, 0).",
+            "tiles = [max(-(-kv_len // tile), 1) for kv_len in kv_lens]",
         ),
     },
     solution=keys_of_worker,
     wrong=(
         _rounded_down, _rounded, _plus_one, _past_the_end, _not_rebased, _empty_parts,
-        _each_sequence_split, _shares_of_keys, _whole_sequences, _dealt_in_turn,
+        _padded_row_lost, _each_sequence_split, _shares_of_keys, _whole_sequences, _dealt_in_turn,
         _one_for_each_tile, _first_sequence_only,
     ),
 )  # fmt: skip
 
 EXERCISES = (MERGE, SHARES)
+WIDGETS = {"split-history": drawings.split_history}

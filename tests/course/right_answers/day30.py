@@ -42,7 +42,7 @@ def by_softmax(parts, lse):
 
 def tile_by_tile(worker, workers, kv_lens, tile):
     """All tiles in a list, the worker's slice of it, and neighbours joined."""
-    tiles = [(i, low) for i, kv_len in enumerate(kv_lens) for low in range(0, kv_len, tile)]
+    tiles = [(i, low) for i, kv_len in enumerate(kv_lens) for low in range(0, max(kv_len, 1), tile)]
     share = (len(tiles) + workers - 1) // workers
     parts = {}
     for i, low in tiles[worker * share : worker * share + share]:
@@ -53,7 +53,7 @@ def tile_by_tile(worker, workers, kv_lens, tile):
 
 def by_ranges(worker, workers, kv_lens, tile):
     """The overlap of two ranges for each sequence."""
-    counts = [len(range(0, kv_len, tile)) for kv_len in kv_lens]
+    counts = [len(range(0, kv_len, tile)) or 1 for kv_len in kv_lens]
     share = math.ceil(sum(counts) / workers)
     mine = range(worker * share, worker * share + share)
     found, start = [], 0
@@ -68,7 +68,7 @@ def by_ranges(worker, workers, kv_lens, tile):
 
 def by_walking(worker, workers, kv_lens, tile):
     """Walk through the sequences with the number of tiles to skip and the number still to take."""
-    tiles = [(kv_len + tile - 1) // tile for kv_len in kv_lens]
+    tiles = [(kv_len + tile - 1) // tile if kv_len else 1 for kv_len in kv_lens]
     take = (sum(tiles) + workers - 1) // workers
     skip, parts = worker * take, []
     for i, (kv_len, count) in enumerate(zip(kv_lens, tiles, strict=True)):
