@@ -303,7 +303,6 @@ packed heads: The query heads that share a KV head, as the rows of one tile. One
 tensor core: A unit of a GPU that multiplies two small matrices in one instruction. tl.dot uses it.
 """,
     30: """
-split: Cut into parts that different programs read. Their partial results are merged.
 worker: A program that computes its share of the work, whatever objects the share belongs to.
 log-sum-exp: The logarithm of a sum of exponentials. It is a softmax's divisor, kept as a logarithm
     so that it does not overflow.

@@ -260,7 +260,7 @@ def load_queries(
 # - **The address.** Position p lies in block `table[p // BLOCK_SIZE]`, at offset `p % BLOCK_SIZE`: Day 28's. `held` is the clamped
 #   position, and `channel` the clamped channel where `head_dim` is no power of two.
 # - **The products.** `tl.dot(q, tl.trans(k))` gives the scores. `tl.dot(p, v, acc)` adds the second product to `acc`. `PRECISION`
-#   says how float32 is multiplied: "ieee" keeps all its bits.
+#   says how float32 is multiplied: "ieee" keeps all its bits, without tensor cores.
 # - **`LONG`.** Where the pool has more than $2^{31}$ numbers, offsets need 64 bits: Day 22's trap. Elsewhere 32 bits are faster.
 
 
@@ -642,7 +642,20 @@ fig
 # the other changes: the clamped loads, the product on tensor cores, the order of the grid. Where heads are
 # grouped, sharing adds to that.
 #
-# On your own GPU, `nanoserve bench roofline` measures the same rows.
+# On a GPU of your own, the next cell measures the shape of SmolLM2. `nanoserve bench roofline` measures all.
+
+# %% tags=["nbval-ignore-output"]
+if torch.cuda.is_available():
+    from nanoserve.bench.attention import DECODE, batch_paths
+    from nanoserve.bench.roofline import read_bandwidth, time_shape
+
+    paths = {name: path for name, path in batch_paths().items() if name in ("day22", "split_kv")}
+    read = read_bandwidth("cuda")
+    for row in time_shape(DECODE[5], paths, torch.float16, "cuda"):
+        print(f"{row.shape}, {row.path}: {row.bytes / row.seconds / read:.1%} of the bandwidth")
+else:
+    print("there is no GPU here: the recorded run stands for it")
+assert shapes[2] == "64 x 2,048, 9/3 x 64"
 
 # %% [markdown]
 # ## What you learned
