@@ -244,6 +244,8 @@ def with_out_laid_out(kernel: object, random: Random, tensors: tuple) -> torch.T
     return out
 
 
+# The backends that run on a CPU without TRITON_INTERPRET=1
+BACKENDS = ("reference", "tlsim")
 # (query_len, kv_len) of each sequence of a launch; (1, 0) is a padded row
 MIXED = ((40, 40), (7, 40), (1, 100))  # a prefill, a chunk after 33 tokens, a decode after 99
 BATCHES = {
@@ -302,6 +304,50 @@ def ragged(
     found = PagedTables(tables.to(device, torch.int32), lens, starts, block_size, *longest)
     pools = pools.to(device)
     return (torch.cat(rows).to(device), *pools, found, n_q // n_kv), torch.cat(expected)
+
+
+def batch_laid_out(random: Random, dtype: torch.dtype = torch.float32) -> tuple:
+    """The arguments of a small batch, each tensor in a layout of its own, gaps filled with others.
+
+    Free slots hold 5, not NaN: a table or pool that is expanded repeats its first entry, and so
+    may name a free slot.
+    """
+    steps, lengths = [], random.choice([(1,), (1, 1, 4), (2, 7)])
+    for _ in range(random.randint(1, 4)):
+        query_len = random.choice(lengths)
+        steps.append((query_len, query_len + random.choice((0, 0, 1, 30))))
+    if random.random() < 0.3:
+        steps = steps[:1] * len(steps)
+    n_kv = random.randint(1, 3)
+    (q, k_pool, v_pool, tables, n_rep), _ = ragged(
+        tuple(steps),
+        block_size=random.choice((1, 3, 16)),
+        heads=(n_kv * random.randint(1, 3), n_kv),
+        head_dim=random.choice((8, 14, 16)),
+        dtype=dtype,
+        empty=5.0,
+        seed=random.getrandbits(32),
+        extra_blocks=random.choice((0, 2)),
+    )
+    q, k_pool, v_pool = (laid_out(random, x, torch.nan) for x in (q, k_pool, v_pool))
+    blocks = tables.block_tables.to(random.choice((torch.int32, torch.int64)))
+    views = {"block_tables": laid_out(random, blocks, 10**6, unit_last=False)}
+    for name in ("kv_lens", "query_starts"):
+        x = getattr(tables, name)
+        layouts = (laid_out(random, x, 10**6, unit_last=False) for _ in range(99))
+        views[name] = next(view for view in layouts if torch.equal(view, x))  # expanded: if equal
+    return q, k_pool, v_pool, replace(tables, **views), n_rep
+
+
+def compact_batch(arguments: tuple) -> tuple:
+    """The same arguments as contiguous copies, the block tables as int32."""
+    q, k_pool, v_pool, tables, n_rep = arguments
+    copies = [x.clone(memory_format=torch.contiguous_format) for x in (q, k_pool, v_pool)]
+    views = {
+        name: getattr(tables, name).int().clone(memory_format=torch.contiguous_format)
+        for name in ("block_tables", "kv_lens", "query_starts")
+    }
+    return *copies, replace(tables, **views), n_rep
 
 
 def assert_batch(out: torch.Tensor, expected: torch.Tensor) -> None:

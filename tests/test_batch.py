@@ -14,6 +14,7 @@ from nanoserve.kernels.reference import (
     paged_attention_batch_reference,
     paged_attention_reference,
 )
+from tests import attention_cases
 from tests.attention_cases import BATCHES, MIXED, AttentionCase, assert_batch, ragged, tensors
 
 
@@ -23,9 +24,8 @@ def nobody_has_chosen(monkeypatch):
     monkeypatch.delenv("NANOSERVE_CHECK_SLOTS", raising=False)
 
 
-BACKENDS = {
-    "reference itself": paged_attention_batch_reference,
-    "reference": use_backend("reference")(paged_attention_batch_dispatch),
+BACKENDS = {"reference itself": paged_attention_batch_reference} | {
+    name: use_backend(name)(paged_attention_batch_dispatch) for name in attention_cases.BACKENDS
 }
 backends = pytest.mark.parametrize("backend", BACKENDS)
 

@@ -67,7 +67,6 @@ def launch_packed(q, k_pool, v_pool, tables, n_rep, rows=16, tile=16):
         TILE=tile,
         SEQS=1 if decode else next_power_of_2(num_seqs + 1),
         LONG=False,
-        PRECISION="ieee",
     )
     return out
 

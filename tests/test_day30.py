@@ -70,11 +70,10 @@ def launch_split(q, k_pool, v_pool, tables, n_rep, workers, rows=16, tile=16, **
             *(*k_pool.stride()[:2], *v_pool.stride()[:2], tables.block_tables.stride(0)),
             BLOCK_SIZE=tables.block_size,
             LONG=False,
-            PRECISION="ieee",
             **sizes,
         )
-        tlsim.jit(merge_kernel)[(n_kv, num_seqs, n_rep)](
-            part, lse, lens, starts, out, num_seqs, workers, PARTS=4, **sizes
+        tlsim.jit(merge_kernel)[(n_kv, workers, n_rep)](
+            part, lse, lens, starts, out, num_seqs, PARTS=4, **sizes
         )
     return out
 

@@ -121,7 +121,7 @@ _ROWS = (
      "You time paged attention as the cache runs it, after a check against the oracle."),
     ("roofline", "Find the roof", 7, 2, (26,),
      "You count bytes, measure the GPU's bandwidth and compare the kernel with it."),
-    ("paged_batch", "Many sequences, one launch", 7, 2, (27,),
+    ("paged_batch", "Many sequences, one launch", 7, 2, (15, 18, 27),
      "You pack many sequences into one launch, each token found through a block table."),
     ("share_the_keys", "Share the keys", 7, 2, (28,),
      "You pack the queries of one KV head into a tile, so that each key is read once."),

@@ -297,6 +297,15 @@ asynchronous: Started now and finished later: the program continues while the GP
 synchronise: To wait until a GPU has finished all its work.
 multiprocessor: One of the units of a GPU that run programs in parallel. An H200 has 132.
 """,
+    28: """
+ragged: With rows of different lengths. A ragged batch has sequences of different lengths.
+padding: Entries that fill a row up to the length of the longest row. Nothing uses their results.
+packed: Stored one after another without padding.
+chunk: A part of a prompt that one step computes. The rest comes in other steps.
+query_starts: For a packed batch, the row of q where the queries of each sequence start. One more
+    entry at the end gives the number of rows.
+block tables: For a batch, the block tables of all sequences as the rows of one tensor.
+""",
     29: """
 packed heads: The query heads that share a KV head, as the rows of one tile. One program computes
     them all and loads each key once.

@@ -89,8 +89,7 @@ class PagedTables:
 
         It is the last sequence whose queries start at the row or before it.
         """
-        starts = self.query_starts.long().contiguous()
-        return torch.searchsorted(starts, rows, right=True) - 1
+        return torch.searchsorted(self.query_starts.long(), rows, right=True) - 1
 
     def positions_of(self, rows: torch.Tensor) -> torch.Tensor:
         """The position of each row of q within its sequence: int64 [n] -> int64 [n].

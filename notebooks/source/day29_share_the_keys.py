@@ -202,8 +202,8 @@ assert torch.allclose(acc / l[:, None], oracle, atol=ATOL, rtol=RTOL)
 # ## The kernel
 #
 # These two ideas, with the block table of Day 28, are the new kernel. It comes in three pieces. First the rows: `row // N_REP` and
-# `row % N_REP` are your `rows_of_tile`, with the tile's first query in `first`. `sees` is the number of keys that a row sees. The host
-# passes `scale` with $\log_2 e$ in it.
+# `row % N_REP` are your `rows_of_tile`, with the tile's first query in `first`. `sees` is the number of keys that a row sees. The
+# first axis of the grid is the KV head.
 
 # %%
 try:
@@ -219,39 +219,34 @@ except ImportError:
 @triton.jit
 def load_queries(
     q_ptr,
-    start_ptr,
-    kv_len_ptr,
-    seq,
-    first,
-    kv_head,
-    scale,
     q_token,
     q_head,
+    start_ptr,
+    seq,
+    first,
+    kv_len,
     N_REP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """The queries of a sequence from `first` on, of the heads that share a KV head, one per row.
+    """A tile of queries: one row for each query from `first` on and each head of the KV head.
 
-    Returns q [ROWS, BLOCK_D] in float32, scaled; and for each row the result's index in a
-    contiguous [num_tokens, n_q], whether the row is used, and the number of keys it sees.
+    Returns q [ROWS, BLOCK_D]; and [ROWS] the row's index in a contiguous [num_tokens, n_q], whether
+    the row is in use, and the number of keys that its query sees.
     """
     begin = tl.load(start_ptr + seq)
     query_len = tl.load(start_ptr + seq + 1) - begin
     row = tl.arange(0, ROWS)
     query = first + row // N_REP
     used = (row < ROWS // N_REP * N_REP) & (query < query_len)
-    sees = tl.load(kv_len_ptr + seq) - query_len + query + 1
+    sees = kv_len - query_len + query + 1
     token = (begin + query).to(tl.int64)
-    head = kv_head * N_REP + row % N_REP
+    head = tl.program_id(0) * N_REP + row % N_REP
     dim = tl.arange(0, BLOCK_D)
-    q = tl.load(
-        q_ptr + (token * q_token + head * q_head)[:, None] + dim[None, :],
-        mask=used[:, None] & (dim < HEAD_DIM)[None, :],
-        other=0.0,
-    )
-    return q.to(tl.float32) * scale, token * (tl.num_programs(0) * N_REP) + head, used, sees
+    mask = used[:, None] & (dim < HEAD_DIM)[None, :]
+    q = tl.load(q_ptr + (token * q_token + head * q_head)[:, None] + dim[None, :], mask, 0.0)
+    return q, token * (tl.num_programs(0) * N_REP) + head, used, sees
 
 
 # %% [markdown]
@@ -259,9 +254,9 @@ def load_queries(
 #
 # - **The address.** Position p lies in block `table[p // BLOCK_SIZE]`, at offset `p % BLOCK_SIZE`: Day 28's. `held` is the clamped
 #   position, and `channel` the clamped channel where `head_dim` is no power of two.
-# - **The products.** `tl.dot(q, tl.trans(k))` gives the scores. `tl.dot(p, v, acc)` adds the second product to `acc`. `PRECISION`
-#   says how float32 is multiplied: "ieee" keeps all its bits, without tensor cores.
-# - **`LONG`.** Where the pool has more than $2^{31}$ numbers, offsets need 64 bits: Day 22's trap. Elsewhere 32 bits are faster.
+# - **The products.** `tl.dot(q, tl.trans(k))` gives the scores. `tl.dot(p, v, acc)` adds the second product to `acc`. Both take their
+#   numbers in the dtype of K and V and add in float32. "ieee" keeps all bits of float32.
+# - **`LONG`.** Where the pool has more than $2^{31}$ numbers, offsets need 64 bits: Day 22's trap. Elsewhere 32 bits do.
 
 
 # %% jupyter={"source_hidden": true}
@@ -273,63 +268,57 @@ def fold_keys(
     low,
     high,
     k_ptr,
-    v_ptr,
-    table_ptr,
     k_slot,
-    k_head,
+    v_ptr,
     v_slot,
-    v_head,
-    kv_head,
+    table_ptr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     LONG: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
-    """Streaming softmax to base 2 of the queries q [ROWS, BLOCK_D] over the keys from low to high.
+    """Fold the keys and values of the positions from low to high, TILE at a time.
 
-    Returns m, l [ROWS] and acc [ROWS, BLOCK_D]: the largest score, the sum of 2 ** (score - m), and
-    the sum of 2 ** (score - m) * value (Milakov and Gimelshein 2018).
+    q [ROWS, BLOCK_D], scaled by log2(e) too. Returns the streaming softmax to base 2 (Milakov and
+    Gimelshein 2018): m [ROWS], the largest score; l [ROWS], the sum of 2 ** (score - m); and acc
+    [ROWS, BLOCK_D], the sum of 2 ** (score - m) * value.
     """
-    ROWS: tl.constexpr = q.shape[0]
-    BLOCK_D: tl.constexpr = q.shape[1]
     q = q.to(k_ptr.dtype.element_ty)
     # Positions and channels past the end are clamped, so that no load of K and V needs a mask. The
     # scores of such positions are masked, and q is 0 in such channels.
-    channel = tl.arange(0, BLOCK_D)
-    if BLOCK_D > HEAD_DIM:  # else the compiler knows the addresses of a row to be consecutive
+    channel = tl.arange(0, q.shape[1])
+    if q.shape[1] > HEAD_DIM:  # otherwise the compiler knows that a row's addresses are consecutive
         channel = tl.minimum(channel, HEAD_DIM - 1)
     sees = tl.minimum(sees, high)
-    m = tl.full((ROWS,), -1e30, tl.float32)  # finite, so that m - m is 0 before the first key
-    l = tl.zeros((ROWS,), tl.float32)
-    acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
+    m = tl.full((q.shape[0],), -1e30, tl.float32)  # finite, so that m - m is 0 before the first key
+    l = tl.zeros((q.shape[0],), tl.float32)
+    acc = tl.zeros((q.shape[0], q.shape[1]), tl.float32)
     for start in range(low, high, TILE):
         position = start + tl.arange(0, TILE)
         held = tl.minimum(position, high - 1)
         slot = tl.load(table_ptr + held // BLOCK_SIZE) * BLOCK_SIZE + held % BLOCK_SIZE
         slot = slot.to(tl.int64) if LONG else slot.to(tl.int32)
-        k = tl.load(k_ptr + (slot * k_slot + kv_head * k_head)[:, None] + channel[None, :])
-        v = tl.load(v_ptr + (slot * v_slot + kv_head * v_head)[:, None] + channel[None, :])
+        k = tl.load(k_ptr + (slot * k_slot)[:, None] + channel[None, :])  # [TILE, BLOCK_D]
+        v = tl.load(v_ptr + (slot * v_slot)[:, None] + channel[None, :])
 
-        score = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [ROWS, TILE]
+        score = tl.dot(q, tl.trans(k), input_precision="ieee")  # [ROWS, TILE]; no TF32
         score = tl.where(position[None, :] < sees[:, None], score, float("-inf"))
         m_new = tl.maximum(m, tl.max(score, axis=1))
         alpha = tl.exp2(m - m_new)  # rescales the sums made with the old maximum
         p = tl.exp2(score - m_new[:, None])
         l = l * alpha + tl.sum(p, axis=1)
-        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
         m = m_new
     return m, l, acc
 
 
 # %% [markdown]
-# Last the kernel: which tile of which sequence does a program compute? With one tile for each sequence, as in decode, the grid's second axis
-# counts sequences. Otherwise the program counts the tiles of the sequences before it: a sequence whose queries start at row r of q
-# may begin at tile `r // QUERIES + i`, with `QUERIES = ROWS // N_REP`. The tiles before it never need more. So a program finds its sequence
-# without any list from the host.
+# Last the kernel. Which tile of which sequence does a program compute? With one tile for each sequence, as in decode, the second axis of the
+# grid counts sequences. Otherwise the tiles of sequence i begin at tile `starts[i] // QUERIES + i`. The sequences before it never need more
+# tiles than that. So a program finds its sequence without any list from the host.
 #
 # KV heads are the first axis of the grid. Programs that start together then read neighbouring memory, since the KV heads of a token lie side
-# by side.
+# by side. The host passes `scale` with $\log_2 e$ in it.
 
 
 # %% jupyter={"source_hidden": true}
@@ -360,34 +349,34 @@ def packed_kernel(
     TILE: tl.constexpr,  # keys in one iteration of the loop
     SEQS: tl.constexpr,  # num_seqs, padded to a power of two; 1: every sequence has one tile
     LONG: tl.constexpr,  # whether offsets into the pools need 64 bits
-    PRECISION: tl.constexpr,  # of the products; "ieee" keeps float32 exact
 ):
     """Attention of one tile of queries for one KV head: each key is loaded once for all its heads.
 
     Programs: [n_kv, tiles]. KV heads come first, because those of one token lie side by side.
     """
     kv_head = tl.program_id(0)
+    QUERIES: tl.constexpr = ROWS // N_REP
     if SEQS == 1:
         seq = tl.program_id(1)
         first = 0
-    else:  # the tiles of sequence i start at starts[i] // QUERIES + i: enough for those before
+    else:  # the tiles of sequence i start at tile starts[i] // QUERIES + i
         i = tl.arange(0, SEQS)
-        tile = tl.load(start_ptr + i, mask=i < num_seqs, other=0) // (ROWS // N_REP) + i
-        mine = (i < num_seqs) & (tile <= tl.program_id(1))
-        seq = tl.sum(mine.to(tl.int32), axis=0) - 1
-        tile = tl.program_id(1) - tl.max(tl.where(mine, tile, 0), axis=0)
-        first = tile * (ROWS // N_REP)
+        tile = tl.load(start_ptr + i, mask=i < num_seqs, other=0) // QUERIES + i
+        reached = (i < num_seqs) & (tile <= tl.program_id(1))
+        seq = tl.sum(reached.to(tl.int32), axis=0) - 1
+        first = (tl.program_id(1) - tl.max(tl.where(reached, tile, 0), axis=0)) * QUERIES
+    kv_len = tl.load(kv_len_ptr + seq)
     q, row, used, sees = load_queries(
-        q_ptr, start_ptr, kv_len_ptr, seq, first, kv_head, scale, q_token, q_head,
-        N_REP, HEAD_DIM, BLOCK_D, ROWS,
-    )  # fmt: skip
-    m, l, acc = fold_keys(
-        q, sees, 0, tl.minimum(tl.load(kv_len_ptr + seq), tl.max(sees, axis=0)),
-        k_ptr, v_ptr, table_ptr + seq * table_seq, k_slot, k_head, v_slot, v_head,
-        kv_head, HEAD_DIM, BLOCK_SIZE, TILE, LONG, PRECISION,
-    )  # fmt: skip
-    dim = tl.arange(0, BLOCK_D)
+        q_ptr, q_token, q_head, start_ptr, seq, first, kv_len, N_REP, HEAD_DIM, BLOCK_D, ROWS
+    )
+    k, v, table = k_ptr + kv_head * k_head, v_ptr + kv_head * v_head, table_ptr + seq * table_seq
+    high = tl.minimum(kv_len, tl.max(sees, axis=0))  # no query of the tile sees a later key
+    q = q.to(tl.float32) * scale
+    _, l, acc = fold_keys(
+        q, sees, 0, high, k, k_slot, v, v_slot, table, HEAD_DIM, BLOCK_SIZE, TILE, LONG
+    )
     out = acc / tl.where(l == 0.0, 1.0, l)[:, None]  # without a key, the result is 0
+    dim = tl.arange(0, BLOCK_D)
     mask = used[:, None] & (dim < HEAD_DIM)[None, :]
     tl.store(out_ptr + (row * HEAD_DIM)[:, None] + dim[None, :], out, mask=mask)
 
@@ -413,13 +402,13 @@ def launch_packed(q, k_pool, v_pool, tables, n_rep, rows=16, tile=16):
     out = torch.empty(q.shape)
     sizes = {"N_REP": n_rep, "HEAD_DIM": head_dim, "BLOCK_D": next_power_of_2(head_dim)}
     sizes |= {"BLOCK_SIZE": tables.block_size, "ROWS": rows, "TILE": tile}
-    sizes |= {"SEQS": 1 if decode else next_power_of_2(num_seqs + 1)}
+    sizes |= {"SEQS": 1 if decode else next_power_of_2(num_seqs + 1), "LONG": False}
     kernel[(n_q // n_rep, tiles)](
         *(q, k_pool, v_pool, tables.block_tables, tables.kv_lens, tables.query_starts, out),
         *(head_dim**-0.5 * math.log2(math.e), num_seqs, *q.stride()[:2]),
         *(*k_pool.stride()[:2], *v_pool.stride()[:2], tables.block_tables.stride(0)),
-        **sizes, LONG=False, PRECISION="ieee",
-    )  # fmt: skip
+        **sizes,
+    )
     return out
 
 

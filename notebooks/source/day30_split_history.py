@@ -53,7 +53,7 @@ today.picture("split-history")
 # (Osama et al. 2023).
 
 # %%
-today.glossary("partial softmax", "log-sum-exp", "split", "multiprocessor", "worker")
+today.glossary("softmax", "partial softmax", "log-sum-exp", "multiprocessor", "worker")
 
 # %%
 today.predict(
@@ -253,12 +253,18 @@ from nanoserve.kernels.split_kv import fold_keys, load_queries, packed_kernel
 # lands in nanoserve/kernels/split_kv.py: share_keys
 @triton.jit
 def share_keys(kv_len_ptr, num_seqs, workers, TILE: tl.constexpr, SEQS: tl.constexpr):
-    """Each sequence's index, number of key tiles, and the sum of tiles up to its end: [SEQS]; and
-    the number of tiles in a worker's share."""
+    """The key tiles of all sequences, one after another, in equal shares for the workers.
+
+    Returns [SEQS] the number of each sequence's keys, its first tile, and the tile after its last;
+    then the number of tiles in all, and in a share. A sequence without keys has one tile, so that a
+    worker writes its result, 0.
+    """
     i = tl.arange(0, SEQS)
-    tiles = tl.cdiv(tl.load(kv_len_ptr + i, mask=i < num_seqs, other=0), TILE)
+    kv_lens = tl.load(kv_len_ptr + i, mask=i < num_seqs, other=0)
+    tiles = tl.where(i < num_seqs, tl.maximum(tl.cdiv(kv_lens, TILE), 1), 0)
     ends = tl.cumsum(tiles, axis=0)
-    return i, tiles, ends, tl.cdiv(tl.max(ends, axis=0), workers)
+    total = tl.max(ends, axis=0)
+    return kv_lens, ends - tiles, ends, total, tl.cdiv(total, workers)
 
 
 # %% [markdown]
@@ -303,38 +309,39 @@ def split_kv_kernel(
     TILE: tl.constexpr,
     SEQS: tl.constexpr,  # num_seqs, padded to a power of two
     LONG: tl.constexpr,
-    PRECISION: tl.constexpr,
     OVERLAP: tl.constexpr,  # start the merge early (CUDA's programmatic dependent launch)
 ):
     """Attention of sequences whose queries fit in one tile. Every worker reads as many keys.
 
-    Programs: [n_kv, workers]. The key tiles of all sequences, one after another, are shared out
-    equally. A worker's share may end inside a sequence (Dao et al. 2023, Flash-Decoding; its
-    shares as in stream-K, Osama et al. 2023). Worker w's result for sequence s is part w + s.
+    Programs: [n_kv, workers]. A worker folds its share of the key tiles (as in stream-K, Osama et
+    al. 2023). A share may begin or end inside a sequence (as in Flash-Decoding, Dao et al. 2023):
+    then the result of worker w for sequence s is part w + s, for the merge.
     """
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
     kv_head, worker = tl.program_id(0), tl.program_id(1)
-    i, tiles, ends, share = share_keys(kv_len_ptr, num_seqs, tl.num_programs(1), TILE, SEQS)
+    workers = tl.num_programs(1)
+    kv_lens, begins, ends, total, share = share_keys(kv_len_ptr, num_seqs, workers, TILE, SEQS)
     low_tile = worker * share
-    high_tile = tl.minimum(low_tile + share, tl.max(ends, axis=0))
+    high_tile = tl.minimum(low_tile + share, total)
     first_seq = tl.sum((ends <= low_tile).to(tl.int32), axis=0)
-    last_seq = tl.sum((ends < high_tile).to(tl.int32), axis=0)
+    last_seq = tl.sum((ends < high_tile).to(tl.int32), axis=0) + 1
+    k, v = k_ptr + kv_head * k_head, v_ptr + kv_head * v_head
     dim = tl.arange(0, BLOCK_D)
-    for seq in range(first_seq, tl.where(low_tile < high_tile, last_seq + 1, first_seq)):
-        before = tl.sum(tl.where(i == seq, ends - tiles, 0), axis=0)  # tiles of earlier sequences
-        kv_len = tl.load(kv_len_ptr + seq)
-        low = tl.maximum(low_tile - before, 0) * TILE
-        high = tl.minimum((high_tile - before) * TILE, kv_len)
+    for seq in range(first_seq, tl.where(low_tile < high_tile, last_seq, first_seq)):
+        this = tl.arange(0, SEQS) == seq
+        kv_len = tl.sum(tl.where(this, kv_lens, 0), axis=0)
+        begin = tl.sum(tl.where(this, begins, 0), axis=0)
+        low = tl.maximum(low_tile - begin, 0) * TILE
+        high = tl.minimum((high_tile - begin) * TILE, kv_len)
         q, row, used, sees = load_queries(
-            q_ptr, start_ptr, kv_len_ptr, seq, 0, kv_head, scale, q_token, q_head,
-            N_REP, HEAD_DIM, BLOCK_D, ROWS,
-        )  # fmt: skip
+            q_ptr, q_token, q_head, start_ptr, seq, 0, kv_len, N_REP, HEAD_DIM, BLOCK_D, ROWS
+        )
+        q = q.to(tl.float32) * scale
+        table = table_ptr + seq * table_seq
         m, l, acc = fold_keys(
-            q, sees, low, high,
-            k_ptr, v_ptr, table_ptr + seq * table_seq, k_slot, k_head, v_slot, v_head,
-            kv_head, HEAD_DIM, BLOCK_SIZE, TILE, LONG, PRECISION,
-        )  # fmt: skip
+            q, sees, low, high, k, k_slot, v, v_slot, table, HEAD_DIM, BLOCK_SIZE, TILE, LONG
+        )
         out = acc / tl.where(l == 0.0, 1.0, l)[:, None]
         mask = used[:, None] & (dim < HEAD_DIM)[None, :]
         whole = (low == 0) & (high == kv_len)  # no other worker has a part of this sequence
@@ -345,68 +352,63 @@ def split_kv_kernel(
 
 
 # %% [markdown]
-# `merge_kernel` is your `merge`, for one row of one sequence. It computes which workers read a part of the sequence, and folds their
-# parts with the streaming softmax, `PARTS` at a time: the lse takes the place of the score.
+# `merge_kernel` is your `merge`, for one row of one sequence. At most one sequence begins in a worker's share and ends in a later share.
+# So the grid has as many programs for each KV head and row as there are workers, and program w merges that sequence, if there is
+# one. It folds the parts with the streaming softmax, `PARTS` at a time: the lse takes the place of the score.
 
 
 # %% jupyter={"source_hidden": true}
 # lands in nanoserve/kernels/split_kv.py: merge_kernel
 @triton.jit
 def merge_kernel(
-    part_ptr,  # [workers + num_seqs, n_kv, rows, head_dim]
-    lse_ptr,  # [workers + num_seqs, n_kv, rows]
-    kv_len_ptr,
-    start_ptr,
-    out_ptr,  # [num_tokens, n_q, head_dim]
+    part_ptr,  # [workers + num_seqs, n_kv, ROWS, head_dim]
+    lse_ptr,  # [workers + num_seqs, n_kv, ROWS]
+    kv_len_ptr,  # [num_seqs]
+    start_ptr,  # [num_seqs + 1]
+    out_ptr,  # [num_tokens, n_q, head_dim], contiguous
     num_seqs,
-    workers,
     N_REP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     ROWS: tl.constexpr,
-    TILE: tl.constexpr,
+    TILE: tl.constexpr,  # TILE and SEQS as for split_kv_kernel
     SEQS: tl.constexpr,
     PARTS: tl.constexpr,  # parts in one iteration of the loop
     OVERLAP: tl.constexpr,
 ):
-    """Merge the parts of one row of a sequence: their mean, weighted by 2 ** lse.
+    """Merge the parts of one row: the mean of their results, weighted by 2 ** lse.
 
-    Programs: [n_kv, num_seqs, rows in use]. A sequence that one worker read whole has its result
-    already; a sequence without keys gets 0.
+    Programs: [n_kv, workers, rows in use]. The programs of worker w merge the sequence that begins
+    in w's share and ends in a later share, if there is one.
     """
+    kv_head, worker, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    workers = tl.num_programs(1)
+    _, begins, ends, _, share = share_keys(kv_len_ptr, num_seqs, workers, TILE, SEQS)
+    crosses = (begins // share == worker) & (begins < ends) & ((ends - 1) // share > worker)
+    seq = tl.max(tl.where(crosses, tl.arange(0, SEQS), -1), axis=0)
+    last = tl.max(tl.where(crosses, (ends - 1) // share + 1, worker), axis=0)
+    dim = tl.arange(0, BLOCK_D)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
-    kv_head, seq, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    i, tiles, ends, share = share_keys(kv_len_ptr, num_seqs, workers, TILE, SEQS)
-    end = tl.sum(tl.where(i == seq, ends, 0), axis=0)
-    begin = end - tl.sum(tl.where(i == seq, tiles, 0), axis=0)
-    share = tl.maximum(share, 1)
-    first = begin // share  # the workers that read a part of the sequence
-    last = tl.where(begin < end, (end - 1) // share + 1, first)
-    dim = tl.arange(0, BLOCK_D)
     m = tl.full((1,), -1e30, tl.float32)
     l = tl.zeros((1,), tl.float32)
     acc = tl.zeros((BLOCK_D,), tl.float32)
-    for start in range(first, last, PARTS):
-        worker = start + tl.arange(0, PARTS)
-        part = ((worker + seq) * tl.num_programs(0) + kv_head).to(tl.int64) * ROWS + row
-        lse = tl.load(lse_ptr + part, mask=worker < last, other=float("-inf"))
-        result = tl.load(
-            part_ptr + (part * HEAD_DIM)[:, None] + dim[None, :],
-            mask=(worker < last)[:, None] & (dim < HEAD_DIM)[None, :],
-            other=0.0,
-        )
+    for start in range(worker, last, PARTS):
+        other = start + tl.arange(0, PARTS)
+        part = ((other + seq) * tl.num_programs(0) + kv_head).to(tl.int64) * ROWS + row
+        lse = tl.load(lse_ptr + part, mask=other < last, other=float("-inf"))
+        mask = (other < last)[:, None] & (dim < HEAD_DIM)[None, :]
+        out = tl.load(part_ptr + (part * HEAD_DIM)[:, None] + dim[None, :], mask, 0.0)
         m_new = tl.maximum(m, tl.max(lse, axis=0))
         alpha, weight = tl.exp2(m - m_new), tl.exp2(lse - m_new)
         l = l * alpha + tl.sum(weight, axis=0)
-        acc = acc * alpha + tl.sum(weight[:, None] * result, axis=0)
+        acc = acc * alpha + tl.sum(weight[:, None] * out, axis=0)
         m = m_new
-    begin, end = tl.load(start_ptr + seq), tl.load(start_ptr + seq + 1)
-    token = begin + row // N_REP
-    head = kv_head * N_REP + row % N_REP
-    out = out_ptr + (token.to(tl.int64) * (tl.num_programs(0) * N_REP) + head) * HEAD_DIM + dim
-    mask = (dim < HEAD_DIM) & (token < end) & (last - first != 1)
-    tl.store(out, acc / tl.where(l == 0.0, 1.0, l), mask=mask)
+    seq = tl.maximum(seq, 0)
+    token = tl.load(start_ptr + seq) + row // N_REP
+    mask = (dim < HEAD_DIM) & (token < tl.load(start_ptr + seq + 1)) & (last > worker)
+    index = token.to(tl.int64) * (tl.num_programs(0) * N_REP) + kv_head * N_REP + row % N_REP
+    tl.store(out_ptr + index * HEAD_DIM + dim, acc / tl.where(l == 0.0, 1.0, l), mask=mask)
 
 
 # %% [markdown]
@@ -434,11 +436,9 @@ def launch_split(q, k_pool, v_pool, tables, n_rep, workers, rows=16, tile=16):
     split[(n_kv, workers)](
         *(q, k_pool, v_pool, tables.block_tables, lens, starts, out, part, lse),
         *(head_dim**-0.5 * math.log2(math.e), num_seqs, *strides, tables.block_tables.stride(0)),
-        **sizes | {"BLOCK_SIZE": tables.block_size, "LONG": False, "PRECISION": "ieee"},
+        **sizes | {"BLOCK_SIZE": tables.block_size, "LONG": False},
     )
-    merge_parts[(n_kv, num_seqs, n_rep)](
-        part, lse, lens, starts, out, num_seqs, workers, PARTS=4, **sizes
-    )
+    merge_parts[(n_kv, workers, n_rep)](part, lse, lens, starts, out, num_seqs, PARTS=4, **sizes)
     return out
 
 
