@@ -514,9 +514,12 @@ assert after == expected and before > 11 * after
 # %% [markdown]
 # ## Measure it: the simulator
 #
-# On a CPU there is no L2 cache between the programs of a grid, and tlsim runs each line as one torch operation. What do
-# packed heads change there? The kernel of Day 22 multiplies and adds blocks `[programs, keys, head_dim]`, element by element.
-# Today's `tl.dot` is a batched matrix product, and each key is copied once instead of three times.
+# On a CPU, tlsim runs each line as torch operations. What do packed heads change there? Day 22's kernel multiplies and adds
+# blocks `[programs, keys, head_dim]`, element by element, with one program for each query head. Today's `tl.dot` is a batched matrix
+# product over the KV heads, and each key is copied once instead of three times.
+#
+# For this measurement we leave out Python's own time for each line. With `replay=True`, tlsim records the torch operations of the first
+# launch and then runs those alone. Day 31 is about that; both kernels get it here.
 
 # %%
 today.predict(
@@ -535,7 +538,7 @@ for kv_len in kv_lens:
         "day22": lambda: single(read, tile),
         "packed": lambda: launch_packed(*read, tile=tile),
     }
-    with tlsim.options(checks=False, wave=512):
+    with tlsim.options(checks=False, wave=512, replay=True):
         assert torch.allclose(runs["packed"](), runs["day22"]()[0].transpose(0, 1), ATOL, RTOL)
         for name, seconds in median_times(runs, 9).items():
             took[name].append(seconds)
@@ -570,14 +573,11 @@ ax.set(xlim=(48, 16_000), ylim=(0, top), xticks=kv_lens)
 fig
 
 # %% [markdown]
-# Read your own ratios. If a ratio is above 1, the packed kernel is faster there. At 64 tokens both kernels are mostly the cost of
-# starting torch operations, and the packed kernel has more lines. At 4,096 tokens the work in the lines counts, and that is
-# where the keys are read.
+# Read your own ratios. Where a ratio is above 1, the packed kernel is faster. At 64 tokens both kernels are mostly the cost of starting a few
+# dozen torch operations. With more tokens the work inside the operations counts, and that is where the keys are read.
 #
-# Most of a simulated line's time is Python: Day 31 records a launch once and replays its torch operations alone.
-#
-# This shows what the structure does to a simulator on a CPU. It does not show a GPU's gain: there the loads of three programs
-# can meet in the L2 cache, and the limit is memory bandwidth.
+# This shows what the structure does to a simulator on a CPU. It does not show a GPU's gain: there the loads of three programs can meet in the L2
+# cache, and the limit is memory bandwidth.
 #
 # ## Measure it: the roofline
 #
