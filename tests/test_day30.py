@@ -73,7 +73,7 @@ def launch_split(q, k_pool, v_pool, tables, n_rep, workers, rows=16, tile=16, **
             **sizes,
         )
         tlsim.jit(merge_kernel)[(n_kv, workers, n_rep)](
-            part, lse, lens, starts, out, num_seqs, PARTS=4, **sizes
+            *(part, lse, lens, starts, out, num_seqs), PARTS=next_power_of_2(workers), **sizes
         )
     return out
 

@@ -41,14 +41,15 @@ today.picture("heads-packed")
 # %% [markdown]
 # ## Why it matters
 #
-# Decode is limited by the bytes of K and V: that was Day 27. The kernel of Day 22 runs one program for each query and
-# query head. In SmolLM2, three query heads share a KV head, so three programs load the same keys. In a Llama with 32
-# query heads and 8 KV heads, four do. A GPU's L2 cache catches some of these loads, but not all, and in a prefill every
-# query loads its keys again.
+# Decode is limited by the bytes of K and V: that was Day 27. The kernel of Day 22 runs one program for each query
+# and query head. In SmolLM2, three query heads share a KV head, so three programs load the same keys. In a Llama
+# with 32 query heads and 8 KV heads, four do. A GPU's L2 cache catches some of these loads, but not all, and in a
+# prefill every query loads its keys again.
 #
 # The keys do not depend on the query head. So one program can load a tile of keys **once** and multiply it with the
-# queries of all heads of the group. The queries become the rows of a matrix, the keys the columns of another, and the
-# scores are their product. GPUs have special hardware for such products: **tensor cores**, which Triton uses for `tl.dot`.
+# queries of all heads of the group. The queries become the rows of a matrix, the keys the columns of another, and
+# the scores are their product. GPUs have special hardware for such products: **tensor cores**, which Triton uses
+# for `tl.dot`.
 
 # %%
 today.glossary("GQA", "KV head", "tile", "packed heads", "tensor core", "block table")
@@ -57,15 +58,15 @@ today.glossary("GQA", "KV head", "tile", "packed heads", "tensor core", "block t
 # ## The rows of a tile
 #
 # The tile of queries has a fixed number of rows, `rows`, because a block of Triton has a fixed shape. A tensor core
-# multiplies blocks of at least 16 rows, so `rows` is 16 or more. A query of a KV head takes `n_rep` rows, one for each
-# head of the group. The kernel packs them in this order:
+# multiplies blocks of at least 16 rows, so `rows` is 16 or more. A query of a KV head takes `n_rep` rows, one for
+# each head of the group. The kernel packs them in this order:
 #
 # - all heads of one query first, then all heads of the next query;
 # - whole queries only: a tile holds `rows // n_rep` queries, and the rows after them stay unused;
 # - the first tile begins with query 0 of the sequence, and the next tile with query `rows // n_rep`.
 #
-# Why heads first? The heads of a query see the same keys. Sorted by query, the rows of a tile see nearly the same keys,
-# so few loaded keys are useless for a row.
+# Why heads first? The heads of a query see the same keys. Sorted by query, the rows of a tile see nearly the same
+# keys, so few loaded keys are useless for a row.
 #
 # ## Your turn: `rows_of_tile`
 #
@@ -77,9 +78,10 @@ today.glossary("GQA", "KV head", "tile", "packed heads", "tensor core", "block t
 # | `n_rep` | query heads of a KV head |
 # | `query_len` | queries of this sequence: 1 in a decode step |
 #
-# Return three tensors `[rows]`: `query`, the query of each row within the sequence; `head`, its query head; and `used`, a
-# boolean that is False in a row without a query. An unused row may hold any query and head. `torch.arange(rows)` is a
-# good first line; the rest is `//`, `%` and comparisons, and the kernel will use the same. Stuck? `today.hint()`.
+# Return three tensors `[rows]`: `query`, the query of each row within the sequence; `head`, its query head; and
+# `used`, a boolean that is False in a row without a query. An unused row may hold any query and head.
+# `torch.arange(rows)` is a good first line; the rest is `//`, `%` and comparisons, and the kernel will use the
+# same. Stuck? `today.hint()`.
 #
 # After a kernel restart, run the cells above first (Run → Run All Above Selected Cell).
 
@@ -98,7 +100,8 @@ def rows_of_tile(tile, rows, kv_head, n_rep, query_len):
 today.check(rows_of_tile)
 
 # %% [markdown]
-# One way to write it, which this notebook uses from here on. The five queries of KV head 1 in SmolLM2, in tiles of 8 rows:
+# One way to write it, which this notebook uses from here on. The five queries of KV head 1 in SmolLM2, in tiles of
+# 8 rows:
 
 
 # %% jupyter={"source_hidden": true}
@@ -120,13 +123,13 @@ for tile in range(3):
 # %% [markdown]
 # ## How many bytes?
 #
-# Before the kernel, count. A row of keys is one key of one KV head: `head_dim` numbers. A decode step of SmolLM2 with
-# 100 tokens in the cache, 9 query heads and 3 KV heads, keys in tiles of 16:
+# Before the kernel, count. A row of keys is one key of one KV head: `head_dim` numbers. A decode step of SmolLM2
+# with 100 tokens in the cache, 9 query heads and 3 KV heads, keys in tiles of 16:
 #
 # - Day 22's kernel: 9 programs, each loads 100 rows. A mask switches the last tile's surplus lanes off.
-# - The packed kernel: 3 programs. It has no masked loads. After the last key, the position is **clamped** to the last key,
-#   which is loaded again. Its score is masked. On a GPU a load without a mask is faster, and the repeated key comes
-#   from the cache.
+# - The packed kernel: 3 programs. It has no masked loads. After the last key, the position is **clamped** to the
+#   last key, which is loaded again. Its score is masked. On a GPU a load without a mask is faster, and the repeated
+#   key comes from the cache.
 
 # %%
 today.predict(
@@ -136,22 +139,22 @@ today.predict(
 # %% [markdown]
 # ## Powers of two
 #
-# A GPU has an instruction for $2^x$ and none for $e^x$. It computes $e^x$ as $2^{x \log_2 e}$, with one multiplication for
-# each score. That multiplication can be saved: put the factor $\log_2 e \approx 1.4427$ into $q$, together with the
-# scale, once for each query.
+# A GPU has an instruction for $2^x$ and none for $e^x$. It computes $e^x$ as $2^{x \log_2 e}$, with one
+# multiplication for each score. That multiplication can be saved: put the factor $\log_2 e \approx 1.4427$ into
+# $q$, together with the scale, once for each query.
 #
 # $$ e^{\,\mathrm{scale} \cdot q \cdot k} = 2^{\,q' \cdot k} \qquad q' = q \cdot \mathrm{scale} \cdot \log_2 e $$
 #
 # All of Day 22's fold then works to base 2: m is the largest score in these units, and alpha is $2^{m - m'}$.
 #
-# One more change: m begins at $-10^{30}$ and not at $-\infty$. A row that has seen no key yet would otherwise compute
-# $-\infty - (-\infty)$, which is NaN. Day 30 has such rows.
+# One more change: m begins at $-10^{30}$ and not at $-\infty$. A row that has seen no key yet would otherwise
+# compute $-\infty - (-\infty)$, which is NaN. Day 30 has such rows.
 #
 # ## Your turn: `fold_tile`
 #
-# Fold one tile of keys into the state of **all rows** of a tile of queries. `q` `[rows, head_dim]` comes without a factor;
-# `k` and `v` are `[keys, head_dim]`; `seen` `[rows, keys]` says which row sees which key. `m`, `l` `[rows]` and `acc`
-# `[rows, head_dim]` hold what came before; before the first key they are $-10^{30}$, 0 and 0.
+# Fold one tile of keys into the state of **all rows** of a tile of queries. `q` `[rows, head_dim]` comes without a
+# factor; `k` and `v` are `[keys, head_dim]`; `seen` `[rows, keys]` says which row sees which key. `m`, `l` `[rows]`
+# and `acc` `[rows, head_dim]` hold what came before; before the first key they are $-10^{30}$, 0 and 0.
 #
 # 1. The scores of the tile `[rows, keys]`: one matrix product of `q`, with its factor, and `k`.
 # 2. A score that is not seen becomes `-inf`.
@@ -201,9 +204,9 @@ assert torch.allclose(acc / l[:, None], oracle, atol=ATOL, rtol=RTOL)
 # %% [markdown]
 # ## The kernel
 #
-# These two ideas, with the block table of Day 28, are the new kernel. It comes in three pieces. First the rows: `row // N_REP` and
-# `row % N_REP` are your `rows_of_tile`, with the tile's first query in `first`. `sees` is the number of keys that a row sees. The
-# first axis of the grid is the KV head.
+# These two ideas, with the block table of Day 28, are the new kernel. It comes in three pieces. First the rows:
+# `row // N_REP` and `row % N_REP` are your `rows_of_tile`, with the tile's first query in `first`. `sees` is the
+# number of keys that a row sees. The first axis of the grid is the KV head.
 
 # %%
 try:
@@ -252,11 +255,12 @@ def load_queries(
 # %% [markdown]
 # Then the fold, your `fold_tile` in a loop over the keys from `low` to `high`. Read it for three things:
 #
-# - **The address.** Position p lies in block `table[p // BLOCK_SIZE]`, at offset `p % BLOCK_SIZE`: Day 28's. `held` is the clamped
-#   position, and `channel` the clamped channel where `head_dim` is no power of two.
-# - **The products.** `tl.dot(q, tl.trans(k))` gives the scores. `tl.dot(p, v, acc)` adds the second product to `acc`. Both take their
-#   numbers in the dtype of K and V and add in float32. "ieee" keeps all bits of float32.
-# - **`LONG`.** Where the pool has more than $2^{31}$ numbers, offsets need 64 bits: Day 22's trap. Elsewhere 32 bits do.
+# - **The address.** Position p lies in block `table[p // BLOCK_SIZE]`, at offset `p % BLOCK_SIZE`: Day 28's. `held`
+#   is the clamped position, and `channel` the clamped channel where `head_dim` is no power of two.
+# - **The products.** `tl.dot(q, tl.trans(k))` gives the scores. `tl.dot(p, v, acc)` adds the second product to
+#   `acc`. Both take their numbers in the dtype of K and V and add in float32. "ieee" keeps all bits of float32.
+# - **`LONG`.** Where the pool has more than $2^{31}$ numbers, offsets need 64 bits: Day 22's trap. Elsewhere 32
+#   bits do.
 
 
 # %% jupyter={"source_hidden": true}
@@ -313,12 +317,14 @@ def fold_keys(
 
 
 # %% [markdown]
-# Last the kernel. Which tile of which sequence does a program compute? With one tile for each sequence, as in decode, the second axis of the
-# grid counts sequences. Otherwise the tiles of sequence i begin at tile `starts[i] // QUERIES + i`. The sequences before it never need more
-# tiles than that. So a program finds its sequence without any list from the host.
+# Last the kernel. Which tile of which sequence does a program compute? With one tile for each sequence, as in
+# decode, the second axis of the grid counts sequences. Otherwise the tiles of sequence i begin at tile
+# `starts[i]//QUERIES + i`. The sequences before it never need more tiles than that. So a program finds its sequence
+# without any list from the host.
 #
-# KV heads are the first axis of the grid. Programs that start together then read neighbouring memory, since the KV heads of a token lie side
-# by side. The host passes `scale` with $\log_2 e$ in it.
+# A GPU starts programs in the order of their numbers. KV heads are the first axis of the grid: programs that start
+# together then read neighbouring memory, since the KV heads of a token lie side by side. The host passes `scale`
+# with $\log_2 e$ in it.
 
 
 # %% jupyter={"source_hidden": true}
@@ -382,7 +388,8 @@ def packed_kernel(
 
 
 # %% [markdown]
-# A decode step of SmolLM2 uses 3 rows of 16. The other 13 rows cost arithmetic and no bytes, and in decode the GPU has arithmetic to spare.
+# A decode step of SmolLM2 uses 3 rows of 16. The other 13 rows cost arithmetic and no bytes, and in decode the GPU
+# has arithmetic to spare.
 #
 # Day 31 lands the launcher that the engine uses. Here is a short one, so that you see every argument:
 
@@ -415,8 +422,9 @@ def launch_packed(q, k_pool, v_pool, tables, n_rep, rows=16, tile=16):
 # %% [markdown]
 # ## Prove it: Day 28's batch
 #
-# A prefill of 40 tokens, a chunk of 7 after 33, and a decode step after 99, in one launch. The blocks are scattered, and
-# every slot that belongs to no sequence holds NaN. The sanitizer is on: a load outside a buffer stops the launch.
+# A prefill of 40 tokens, a chunk of 7 after 33, and a decode step after 99, in one launch. The blocks are
+# scattered, and every slot that belongs to no sequence holds NaN. The sanitizer is on: a load outside a buffer
+# stops the launch.
 
 
 # %%
@@ -498,9 +506,9 @@ assert (there_are, before, after) == (3 * 100, 9 * 100, 3 * 112)
 print("you predicted:", today.guess_text("rows"))
 
 # %% [markdown]
-# 100 keys take 7 tiles of 16, so each of the 3 KV heads loads 112 rows, the last key 13 times. The other factor, `n_rep`, is
-# gone. A prefill gains more: there a tile of 16 rows also holds 5 queries. For 37 queries over 37 keys, count on paper
-# first: tile t holds queries 5t to 5t + 4, so it needs the first 5t + 5 keys, and at most 37.
+# 100 keys take 7 tiles of 16, so each of the 3 KV heads loads 112 rows, the last key 13 times. The other factor,
+# `n_rep`, is gone. A prefill gains more: there a tile of 16 rows also holds 5 queries. For 37 queries over 37 keys,
+# count on paper first: tile t holds queries 5t to 5t + 4, so it needs the first 5t + 5 keys, and at most 37.
 
 # %%
 prefill = batch([(37, 37)])
@@ -514,12 +522,12 @@ assert after == expected and before > 11 * after
 # %% [markdown]
 # ## Measure it: the simulator
 #
-# On a CPU, tlsim runs each line as torch operations. What do packed heads change there? Day 22's kernel multiplies and adds
-# blocks `[programs, keys, head_dim]`, element by element, with one program for each query head. Today's `tl.dot` is a batched matrix
-# product over the KV heads, and each key is copied once instead of three times.
+# On a CPU, tlsim runs each line as torch operations. What do packed heads change there? Day 22's kernel multiplies
+# and adds blocks `[programs, keys, head_dim]`, element by element, with one program for each query head. Today's
+# `tl.dot` is a batched matrix product over the KV heads, and each key is copied once instead of three times.
 #
-# For this measurement we leave out Python's own time for each line. With `replay=True`, tlsim records the torch operations of the first
-# launch and then runs those alone. Day 31 is about that; both kernels get it here.
+# For this measurement we leave out Python's own time for each line. With `replay=True`, tlsim records the torch
+# operations of the first launch and then runs those alone. Day 31 is about that; both kernels get it here.
 
 # %%
 today.predict(
@@ -573,16 +581,18 @@ ax.set(xlim=(48, 16_000), ylim=(0, top), xticks=kv_lens)
 fig
 
 # %% [markdown]
-# Read your own ratios. Where a ratio is above 1, the packed kernel is faster. At 64 tokens both kernels are mostly the cost of starting a few
-# dozen torch operations. With more tokens the work inside the operations counts, and that is where the keys are read.
+# Read your own ratios. Where a ratio is above 1, the packed kernel is faster. At 64 tokens both kernels are mostly
+# the cost of starting a few dozen torch operations. With more tokens the work inside the operations counts, and
+# that is where the keys are read.
 #
-# This shows what the structure does to a simulator on a CPU. It does not show a GPU's gain: there the loads of three programs can meet in the L2
-# cache, and the limit is memory bandwidth.
+# This shows what the structure does to a simulator on a CPU. It does not show a GPU's gain: there the loads of
+# three programs can meet in the L2 cache, and the limit is memory bandwidth.
 #
 # ## Measure it: the roofline
 #
-# The recorded run of an H200 has both kernels, as a share of the bandwidth that was measured in the same run. These are the
-# shapes with many sequences, which have programs enough for the whole GPU without tomorrow's split.
+# The recorded run of an H200 has Day 22's kernel and the engine's own, as it stands after Day 31, each as a share
+# of the bandwidth measured in the same run. These are the shapes with many sequences: 64 sequences with 8 KV heads
+# are 512 programs, enough for 132 multiprocessors. So tomorrow's split is not what makes the difference here.
 
 # %%
 today.predict(
@@ -627,9 +637,9 @@ ax.grid(axis="y", visible=False)
 fig
 
 # %% [markdown]
-# The last shape has no grouping: each query head has a KV head of its own, so there is nothing to share. Its gain comes from
-# the other changes: the clamped loads, the product on tensor cores, the order of the grid. Where heads are
-# grouped, sharing adds to that.
+# The last shape has no grouping: each query head has a KV head of its own, so there is nothing to share. Its gain
+# comes from other changes in this kernel, among them the clamped loads, the products on tensor cores and the order
+# of the grid.
 #
 # On a GPU of your own, the next cell measures the shape of SmolLM2. `nanoserve bench roofline` measures all.
 
@@ -649,19 +659,21 @@ assert shapes[2] == "64 x 2,048, 9/3 x 64"
 # %% [markdown]
 # ## What you learned
 #
-# 1. **Group the work by what it reads.** Query heads that share a KV head belong into one program: each key is then loaded
-#    once, and the number of loads falls by `n_rep`.
-# 2. **Rows make a matrix product.** One query has a row of scores; packed heads have a tile, and `tl.dot` computes it on
-#    hardware made for it. Unused rows cost arithmetic and no bytes.
-# 3. **Move a factor to where it is applied least.** The scale and $\log_2 e$ go into q once, instead of into every score.
+# 1. **Group the work by what it reads.** Query heads that share a KV head belong into one program: each key is then
+#    loaded once, and the number of loads falls by `n_rep`.
+# 2. **Rows make a matrix product.** One query has a row of scores; packed heads have a tile, and `tl.dot` computes
+#    it on hardware made for it. Unused rows cost arithmetic and no bytes.
+# 3. **Move a factor to where it is applied least.** The scale and $\log_2 e$ go into q once, instead of into every
+#    score.
 #
 # ## Tomorrow
 #
-# One sequence with 8 KV heads gives this grid 8 programs, and an H200 has 132 multiprocessors. Day 30 splits the history of a
-# sequence over many programs and merges their partial softmaxes.
+# One sequence with 8 KV heads gives this grid 8 programs, and an H200 has 132 multiprocessors. Day 30 splits the
+# history of a sequence over many programs and merges their partial softmaxes.
 #
-# **In one paragraph.** Query heads of one group read the same keys, and Day 22's kernel loaded them once for each head. We packed
-# the heads of a group, and as many whole queries as fit, into the rows of one tile. The scores of the tile are one
-# matrix product, and the fold of Day 22 works on all rows at once, to base 2, with the scale and the logarithm of e in
-# q. Positions come through the block table and are clamped instead of masked. The kernel equals the oracle of the batch on
-# every case. The trace counts exactly one load of each key for each KV head, up to the last tile.
+# **In one paragraph.** Query heads of one group read the same keys, and Day 22's kernel loaded them once for each
+# head. We packed the heads of a group, and as many whole queries as fit, into the rows of one tile. The scores of
+# the tile are one matrix product, and the fold of Day 22 works on all rows at once, to base 2, with the scale and
+# the logarithm of e in q. Positions come through the block table and are clamped instead of masked. The kernel
+# equals the oracle of the batch on every case. The trace counts exactly one load of each key for each KV head, up
+# to the last tile.

@@ -11,8 +11,8 @@
 #
 # Week 7 · Phase 2, paged memory · you need: Day 22 (The streaming softmax), Day 28 (Many sequences, one launch), Day 29 (Share the keys)
 #
-# **Today** you share the keys of a batch out equally among as many programs as the GPU can run. A program's share may be a part of
-# a sequence, so its softmax is a partial one. You merge the partial results, exactly.
+# **Today** you share the keys of a batch out equally among as many programs as the GPU can run. A program's share
+# may be a part of a sequence, so its softmax is a partial one. You merge the partial results, exactly.
 
 # %% jupyter={"source_hidden": true}
 # Set-up: on Colab, installs nanoserve in a minute or two. In your own clone it does nothing.
@@ -41,16 +41,16 @@ today.picture("split-history")
 # %% [markdown]
 # ## Why it matters
 #
-# Yesterday's kernel runs one program for each KV head and sequence in a decode step. For one long sequence of a Llama, that is 8
-# programs. An H200 has 132 multiprocessors, so 124 of them have nothing to do, and one multiprocessor alone cannot ask for
-# enough bytes to fill the memory's bandwidth.
+# Yesterday's kernel runs one program for each KV head and sequence in a decode step. For one long sequence of a
+# Llama, that is 8 programs. An H200 has 132 multiprocessors, so 124 of them have nothing to do, and one
+# multiprocessor alone cannot ask for enough bytes to fill the memory's bandwidth.
 #
-# A batch of uneven sequences has the same problem in a milder form. The programs of short sequences end early, and the
-# launch lasts as long as the longest.
+# A batch of uneven sequences has the same problem in a milder form. The programs of short sequences end early, and
+# the launch lasts as long as the longest.
 #
-# Both have one answer: the history of a sequence must not belong to one program. This was Flash-Decoding (Dao et al. 2023).
-# To share all keys out equally, whatever sequence they belong to, comes from matrix products and is called stream-K
-# (Osama et al. 2023).
+# Both have one answer: the history of a sequence must not belong to one program. This was Flash-Decoding (Dao et
+# al. 2023). To share all keys out equally, whatever sequence they belong to, comes from matrix products and is
+# called stream-K (Osama et al. 2023).
 
 # %%
 today.glossary("softmax", "partial softmax", "log-sum-exp", "multiprocessor", "worker")
@@ -65,17 +65,18 @@ today.predict(
 # %% [markdown]
 # ## A softmax in parts
 #
-# A program that reads part $i$ of the keys has everything for a softmax over its own keys. To base 2, as the kernel computes:
+# A program that reads part $i$ of the keys has everything for a softmax over its own keys. To base 2, as the kernel
+# computes:
 #
 # $$ \mathrm{out}_i = \sum_{j \in i} 2^{\,s_j - \mathrm{lse}_i}\, v_j \qquad \mathrm{lse}_i = \log_2 \sum_{j \in i} 2^{\,s_j} $$
 #
-# $2^{\mathrm{lse}_i}$ is what part $i$ divided by. The whole softmax divides by the sum of these. So each part counts with
-# its share of that sum:
+# $2^{\mathrm{lse}_i}$ is what part $i$ divided by. The whole softmax divides by the sum of these. So each part
+# counts with its share of that sum:
 #
 # $$ \mathrm{out} = \frac{\sum_i 2^{\,\mathrm{lse}_i}\, \mathrm{out}_i}{\sum_i 2^{\,\mathrm{lse}_i}} $$
 #
-# A part needs to leave two things behind: its result, and **one number**, its log-sum-exp. From Day 29's state they are
-# `acc / l` and `m + log2(l)`. Step through it: three parts, then their merge.
+# A part needs to leave two things behind: its result, and **one number**, its log-sum-exp. From Day 29's state they
+# are `acc / l` and `m + log2(l)`. Step through it: three parts, then their merge.
 
 # %%
 today.widget("split-history")
@@ -83,10 +84,11 @@ today.widget("split-history")
 # %% [markdown]
 # ## Your turn: `merge`
 #
-# `parts` `[rows, splits, head_dim]` holds the results of the parts, `lse` `[rows, splits]` their log-sum-exp, **to base 2**. A row is
-# one query of one head. Return the merged rows `[rows, head_dim]`.
+# `parts` `[rows, splits, head_dim]` holds the results of the parts, `lse` `[rows, splits]` their log-sum-exp, **to
+# base 2**. A row is one query of one head. Return the merged rows `[rows, head_dim]`.
 #
-# - Scores can be large, and $2^{128}$ is infinite in float32. Subtract each row's largest lse from its exponents, as a softmax does.
+# - Scores can be large, and $2^{128}$ is infinite in float32. Subtract each row's largest lse from its exponents,
+#   as a softmax does.
 # - A part without keys has the result 0 and the lse $-\infty$. Its weight must be 0.
 # - A row in which no part has keys (a padded row of Day 28) gives zeros, not NaN.
 #
@@ -105,8 +107,8 @@ def merge(parts, lse):
 today.check(merge)
 
 # %% [markdown]
-# One way to write it. Below, it merges the softmax of 1,000 keys, cut into 1 to 100 parts, and compares it with the softmax of all keys
-# in float64.
+# One way to write it. Below, it merges the softmax of 1,000 keys, cut into 1 to 100 parts, and compares it with the
+# softmax of all keys in float64.
 
 
 # %% jupyter={"source_hidden": true}
@@ -143,19 +145,22 @@ for splits in (1, 2, 7, 100):
 #
 # ## Equal shares
 #
-# Who reads which keys? The first idea is to cut every sequence into the same number of parts. For sequences of different lengths that
-# keeps the problem: the parts of a long sequence are long. So take the tiles of **all** sequences, one after another, and
-# give each **worker** an equal share of them. A worker is one program for each KV head.
+# Who reads which keys? The first idea is to cut every sequence into the same number of parts. For sequences of
+# different lengths that keeps the problem: the parts of a long sequence are long. So take the tiles of **all**
+# sequences, one after another, and give each **worker** an equal share of them. A worker is one program for each KV
+# head.
 #
-# - A sequence of `kv_len` keys has `ceil(kv_len / tile)` tiles; the last may be ragged. A padded row, without keys, counts as one
-#   tile: some worker has to write its zeros.
-# - A share is `ceil(all tiles / workers)` tiles. Worker w begins at tile `w * share`. The last workers may have less, or nothing.
+# - A sequence of `kv_len` keys has `ceil(kv_len / tile)` tiles; the last may be ragged. A padded row, without keys,
+#   counts as one tile: some worker has to write its zeros.
+# - A share is `ceil(all tiles / workers)` tiles. Worker w begins at tile `w * share`. The last workers may have
+#   less, or nothing.
 # - A share may begin and end inside a sequence, and it may cover several sequences.
 #
 # ## Your turn: `keys_of_worker`
 #
-# Return the parts of one worker: a list of `(sequence, low, high)` in order. `low` and `high` are positions in that sequence, and `high`
-# is not included. The part of a padded row is `(sequence, 0, 0)`; leave out every sequence that the share does not reach into.
+# Return the parts of one worker: a list of `(sequence, low, high)` in order. `low` and `high` are positions in that
+# sequence, and `high` is not included. The part of a padded row is `(sequence, 0, 0)`; leave out every sequence
+# that the share does not reach into.
 
 
 # %%
@@ -191,8 +196,9 @@ for worker in range(4):
     print(f"worker {worker}:", keys_of_worker(worker, 4, [100, 20, 150], tile=16))
 
 # %% [markdown]
-# How much does it gain? A launch lasts as long as its longest program, if all programs run at once and at the same speed. So compare the
-# mean number of keys of a program with the largest. 64 sequences of 1 to 8,192 tokens, and 64 programs for each KV head:
+# How much does it gain? A launch lasts as long as its longest program, if all programs run at once and at the same
+# speed. So compare the mean number of keys of a program with the largest. 64 sequences of 1 to 8,192 tokens, and 64
+# programs for each KV head:
 
 # %%
 today.predict(
@@ -229,14 +235,14 @@ ax.set(xlim=(-1, 64), ylim=(0, 9_000))
 fig
 
 # %% [markdown]
-# The grey line ends at the longest sequence, and the launch lasts until that program is done. With equal shares, all but the last
-# programs read the same number of tiles.
+# The grey line ends at the longest sequence, and the launch lasts until that program is done. With equal shares,
+# all but the last programs read the same number of tiles.
 #
 # ## The kernels
 #
-# Three definitions land. `share_keys` is the arithmetic of `keys_of_worker` for all sequences at once: tiles of each sequence, and
-# their running sum. It reads `kv_lens` on the device. The host reads no length, so one launch stays right for any lengths; Day 31 needs
-# that.
+# Three definitions land. `share_keys` is the arithmetic of `keys_of_worker` for all sequences at once: tiles of
+# each sequence, and their running sum. It reads `kv_lens` on the device. The host reads no length, so one launch
+# stays right for any lengths; Day 31 needs that.
 
 # %%
 try:
@@ -268,13 +274,15 @@ def share_keys(kv_len_ptr, num_seqs, workers, TILE: tl.constexpr, SEQS: tl.const
 
 
 # %% [markdown]
-# `split_kv_kernel` is one worker. It visits the sequences that its share reaches into. For each of them it uses yesterday's
-# `load_queries` and `fold_keys`, from `low` to `high`.
+# `split_kv_kernel` is one worker. It visits the sequences that its share reaches into. For each of them it uses
+# yesterday's `load_queries` and `fold_keys`, from `low` to `high`.
 #
-# - If it has read all keys of the sequence, its result is final and goes to `out`. A batch of short sequences then needs no merge.
-# - Otherwise it stores a part: `acc / l` and `m + log2(l)`. Worker w's part of sequence s has the number w + s. From one part to the next,
-#   either the worker or the sequence grows by one, so no two parts have the same number.
-# - A row that sees no key of the part keeps m at -1e30 and l at 0. Its result is 0, and its lse is $-10^{30} + \log_2 0 = -\infty$.
+# - If it has read all keys of the sequence, its result is final and goes to `out`. A batch of short sequences then
+#   needs no merge.
+# - Otherwise it stores a part: `acc / l` and `m + log2(l)`. Worker w's part of sequence s has the number w + s.
+#   From one part to the next, the worker or the sequence grows, so no two parts have the same number.
+# - A row that sees no key of the part keeps m at -1e30 and l at 0. Its result is 0, and its lse is $m + \log_2 l =
+#   -\infty$.
 #
 # `OVERLAP` lets a GPU start the merge while the last workers finish: Day 31.
 
@@ -352,9 +360,9 @@ def split_kv_kernel(
 
 
 # %% [markdown]
-# `merge_kernel` is your `merge`, for one row of one sequence. At most one sequence begins in a worker's share and ends in a later share.
-# So the grid has as many programs for each KV head and row as there are workers, and program w merges that sequence, if there is
-# one. It folds the parts with the streaming softmax, `PARTS` at a time: the lse takes the place of the score.
+# `merge_kernel` is your `merge`, for one row of one sequence. At most one sequence begins in a worker's share and
+# ends in a later share. So the grid has as many programs for each KV head and row as there are workers, and program
+# w merges that sequence, if there is one.
 
 
 # %% jupyter={"source_hidden": true}
@@ -412,7 +420,8 @@ def merge_kernel(
 
 
 # %% [markdown]
-# A short launcher of both, as yesterday. The parts begin as NaN, so a part that is read and was not written would show.
+# A short launcher of both, as yesterday. The parts begin as NaN, so a part that is read and was not written would
+# show.
 
 # %%
 import math
@@ -438,7 +447,9 @@ def launch_split(q, k_pool, v_pool, tables, n_rep, workers, rows=16, tile=16):
         *(head_dim**-0.5 * math.log2(math.e), num_seqs, *strides, tables.block_tables.stride(0)),
         **sizes | {"BLOCK_SIZE": tables.block_size, "LONG": False},
     )
-    merge_parts[(n_kv, workers, n_rep)](part, lse, lens, starts, out, num_seqs, PARTS=4, **sizes)
+    merge_parts[(n_kv, workers, n_rep)](
+        *(part, lse, lens, starts, out, num_seqs), PARTS=next_power_of_2(workers), **sizes
+    )
     return out
 
 
@@ -482,8 +493,8 @@ for name, read in reads.items():
     assert right
 
 # %% [markdown]
-# The results of different numbers of workers are not equal in every bit: the sums run in another order. How far apart are they? Sharper
-# scores first, as on Day 22:
+# The results of different numbers of workers are not equal in every bit: the sums run in another order. How far
+# apart are they? Sharper scores first, as on Day 22:
 
 # %%
 q, *others = decodes(1_000)
@@ -496,8 +507,8 @@ assert apart < ATOL
 # %% [markdown]
 # ## Count what it costs
 #
-# Parts are written and read again. For one sequence of 1,024 tokens and 16 workers, in float32: each of 9 query heads has 16 parts of 64
-# numbers and one lse. Count first, then trace.
+# Parts are written and read again. For one sequence of 1,024 tokens and 16 workers, in float32: each of 9 query
+# heads has 16 parts of 64 numbers and one lse. Count first, then trace.
 
 # %%
 today.predict(
@@ -520,13 +531,14 @@ assert moved["parts"] == 2 * 16 * 9 * (64 + 1) * 4
 print(f"that is {moved['parts'] / moved['K and V']:.1%}; you predicted:", today.guess_text("cost"))
 
 # %% [markdown]
-# The cost grows with the number of workers and not with the tokens. At 65,536 tokens the same 16 workers would cost a 64th of this share.
+# The cost grows with the number of workers and not with the tokens. At 65,536 tokens the same 16 workers would cost
+# a 64th of this share.
 #
 # ## Measure it: the simulator
 #
-# tlsim runs all programs in lockstep: a launch takes as many turns of the loop as its longest program. So it shows the effect of a split
-# in the same way as a GPU: 4,096 tokens in tiles of 64 take 64 turns with one worker, and 4 with 16. As yesterday, a launch is recorded once
-# and replayed.
+# tlsim runs all programs in lockstep: a launch takes as many turns of the loop as its longest program. So it shows
+# the effect of a split in the same way as a GPU: 4,096 tokens in tiles of 64 take 64 turns with one worker, and 4
+# with 16. As yesterday, a launch is recorded once and replayed.
 
 # %%
 today.predict(
@@ -567,12 +579,14 @@ ax.set(xlim=(0.8, 130), ylim=(0, 1.2 * max(gains)), xticks=workers)
 fig
 
 # %% [markdown]
-# With few workers, a turn of the loop costs nearly the same for one program and for two, so half the turns take less time. Where your curve
-# bends, the numbers of a turn cost more than its start, and the merge has more parts. On a GPU the bend comes where all multiprocessors are busy.
+# With few workers, a turn of the loop costs nearly the same for one program and for two, so half the turns take
+# less time. Where your curve bends, the numbers of a turn cost more than its start, and the merge has more parts.
+# On a GPU the bend comes where all multiprocessors are busy.
 #
 # ## Measure it: the roofline
 #
-# The recorded H200: the shapes that Day 29's grid could not fill, and three ragged batches. SDPA reads contiguous keys and no block table.
+# The recorded H200: the shapes that Day 29's grid could not fill, and three ragged batches. SDPA reads contiguous
+# keys and no block table.
 
 # %%
 recorded = today.data("roofline_h200")
@@ -637,22 +651,27 @@ else:
 assert shapes[0] == "1 x 65,536, 32/8 x 128"
 
 # %% [markdown]
-# In the recorded run, the split kernel is closer to the bandwidth than Day 22's on each of these shapes: the cell above asserts it. The shortest
-# sequence is the hardest. Its K and V are 8 MiB: read at the full bandwidth they take about two microseconds, and to start two kernels takes time of the same order.
+# In the recorded run, the split kernel is closer to the bandwidth than Day 22's on each of these shapes: the cell
+# above asserts it. The shortest sequence is the hardest. Its K and V are 8 MiB: read at the full bandwidth they
+# take about two microseconds, and to start two kernels takes time of the same order.
 #
 # ## What you learned
 #
-# 1. **A softmax can be computed in parts.** A part leaves its result and its log-sum-exp, and the merge is a weighted mean. It is exact.
-# 2. **Share out the work, not the objects.** Equal shares of all key tiles keep every worker busy, whatever the lengths of the sequences.
-# 3. **Parallel work costs a merge.** The bytes of the parts grow with the number of workers, so a GPU gets as many as it can run at once.
+# 1. **A softmax can be computed in parts.** A part leaves its result and its log-sum-exp, and the merge is a
+#    weighted mean. It is exact.
+# 2. **Share out the work, not the objects.** Equal shares of all key tiles keep every worker busy, whatever the
+#    lengths of the sequences.
+# 3. **Parallel work costs a merge.** The bytes of the parts grow with the number of workers, so a GPU gets as many
+#    as it can run at once.
 #
 # ## Tomorrow
 #
-# Tiles, warps and pipeline stages are still guesses, and every layer's launch costs time on the host. Day 31 chooses the launch parameters by
-# measurement, lands the launcher, and records launches to replay them.
+# Tiles, warps and pipeline stages are still guesses, and every layer's launch costs time on the host. Day 31
+# chooses the launch parameters by measurement, lands the launcher, and records launches to replay them.
 #
-# **In one paragraph.** One long sequence gave yesterday's grid 8 programs for 132 multiprocessors, and uneven sequences made short programs wait
-# for long ones. We cut the keys of all sequences into tiles and gave every worker an equal share, which may begin and end inside a
-# sequence. A worker that reads a part of a sequence leaves a partial softmax and its log-sum-exp, and a second kernel merges the parts by
-# their weights 2 ** lse. The result equals the oracle within the tolerance with any number of workers, with padded rows and with more workers
-# than tiles. The trace counts what the parts cost.
+# **In one paragraph.** One long sequence gave yesterday's grid 8 programs for 132 multiprocessors, and a batch of
+# uneven sequences took as long as its longest. We cut the keys of all sequences into tiles and gave every worker an
+# equal share, which may begin and end inside a sequence. A worker that reads a part of a sequence leaves a partial
+# softmax and its log-sum-exp, and a second kernel merges the parts by their weights 2 ** lse. The result equals the
+# oracle within the tolerance with any number of workers, with padded rows and with more workers than tiles. The
+# trace counts what the parts cost.
