@@ -531,9 +531,12 @@ assert after == expected and before > 11 * after
 
 # %%
 today.predict(
-    "faster", "A decode step at 1,024 tokens, under tlsim: how many times as fast as Day 22's kernel?",
-    guess=None, low=0, high=1_000,
-)  # fmt: skip
+    "faster",
+    "A decode step at 1,024 tokens, under tlsim: how many times as fast as Day 22's kernel?",
+    guess=None,
+    low=0,
+    high=1_000,
+)
 
 # %%
 from nanoserve.bench.timing import median_times
@@ -596,9 +599,12 @@ fig
 
 # %%
 today.predict(
-    "share", "64 sequences of 8,192 tokens on an H200: the packed kernel's share of the bandwidth, in %",
-    guess=None, low=0, high=100,
-)  # fmt: skip
+    "share",
+    "64 sequences of 8,192 tokens on an H200: the packed kernel's share of the bandwidth, in %",
+    guess=None,
+    low=0,
+    high=100,
+)
 
 # %%
 recorded = today.data("roofline_h200")
@@ -618,9 +624,10 @@ for shape in shapes:
 # %% jupyter={"source_hidden": true}
 # Draws the plot: share of the read bandwidth, before and after
 fig, ax = figure(
-    height=4.4, xlabel="share of the read bandwidth measured in this run, %",
+    height=4.4,
+    xlabel="share of the read bandwidth measured in this run, %",
     title=f"Decode on an {recorded['device'].removeprefix('NVIDIA ')}, recorded",
-)  # fmt: skip
+)
 for y, shape in enumerate(reversed(shapes)):
     old, new = (100 * shares[shape, path] for path in ("day22", "split_kv"))
     ax.barh(y - 0.2, old, height=0.36, color=COLOURS["muted"])

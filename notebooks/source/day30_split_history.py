@@ -59,8 +59,10 @@ today.glossary("softmax", "partial softmax", "log-sum-exp", "multiprocessor", "w
 today.predict(
     "speed-up",
     "One sequence of 65,536 tokens on an H200: how many times as fast as Day 22's kernel, once split?",
-    guess=None, low=0, high=10_000,
-)  # fmt: skip
+    guess=None,
+    low=0,
+    high=10_000,
+)
 
 # %% [markdown]
 # ## A softmax in parts
@@ -202,9 +204,12 @@ for worker in range(4):
 
 # %%
 today.predict(
-    "even", "One program for each of the 64 sequences: mean keys / most keys, in %", guess=None,
-    low=0, high=100,
-)  # fmt: skip
+    "even",
+    "One program for each of the 64 sequences: mean keys / most keys, in %",
+    guess=None,
+    low=0,
+    high=100,
+)
 
 # %%
 kv_lens = torch.randint(1, 8_193, (64,), generator=generator).tolist()
@@ -225,9 +230,11 @@ print("you predicted:", today.guess_text("even"))
 from nanoserve.course.plots import COLOURS, figure, label_line, prediction_marker
 
 fig, ax = figure(
-    height=3.8, xlabel="program, sorted by its keys", ylabel="keys that it reads",
+    height=3.8,
+    xlabel="program, sorted by its keys",
+    ylabel="keys that it reads",
     title="64 sequences of 1 to 8,192 tokens, 64 programs",
-)  # fmt: skip
+)
 for keys, colour, name, at in zip(even.values(), ("muted", "tlsim"), even, (44, 10)):
     ax.step(range(64), keys, where="mid", color=COLOURS[colour], linewidth=2)
     label_line(ax, at, keys[at], name, COLOURS[colour], "above")
@@ -512,9 +519,12 @@ assert apart < ATOL
 
 # %%
 today.predict(
-    "cost", "Bytes of parts and lse, written and read, in % of the bytes of K and V", guess=None,
-    low=0, high=1_000,
-)  # fmt: skip
+    "cost",
+    "Bytes of parts and lse, written and read, in % of the bytes of K and V",
+    guess=None,
+    low=0,
+    high=1_000,
+)
 
 # %%
 with tlsim.trace() as traced:
@@ -542,9 +552,12 @@ print(f"that is {moved['parts'] / moved['K and V']:.1%}; you predicted:", today.
 
 # %%
 today.predict(
-    "workers", "One sequence of 4,096 tokens under tlsim: which number of workers is fastest?",
-    guess=None, low=1, high=64,
-)  # fmt: skip
+    "workers",
+    "One sequence of 4,096 tokens under tlsim: which number of workers is fastest?",
+    guess=None,
+    low=1,
+    high=64,
+)
 
 # %%
 from functools import partial
@@ -567,9 +580,11 @@ assert min(times.values()) < times[1]
 from nanoserve.course.plots import line, log2_axis
 
 fig, ax = figure(
-    height=3.8, xlabel="workers", ylabel="time with 1 worker / time",
+    height=3.8,
+    xlabel="workers",
+    ylabel="time with 1 worker / time",
     title="One sequence of 4,096 tokens, under tlsim on this CPU",
-)  # fmt: skip
+)
 gains = [times[1] / times[count] for count in workers]
 line(ax, workers, gains, "split", COLOURS["tlsim"])
 if guess := today.guess("workers"):
@@ -612,9 +627,10 @@ print(f"{shapes[0]}: {gain:.0f} times Day 22's speed; you predicted:", today.gue
 # %% jupyter={"source_hidden": true}
 # Draws the plot: share of the read bandwidth, where a history has to be split
 fig, ax = figure(
-    height=5.2, xlabel="share of the read bandwidth measured in this run, %",
+    height=5.2,
+    xlabel="share of the read bandwidth measured in this run, %",
     title=f"Decode on an {recorded['device'].removeprefix('NVIDIA ')}, recorded",
-)  # fmt: skip
+)
 bars = {"day22": (-0.28, "muted"), "split_kv": (0.0, "triton"), "sdpa": (0.28, "contiguous")}
 for y, shape in enumerate(reversed(shapes)):
     for path, (shift, colour) in bars.items():
@@ -625,9 +641,13 @@ for y, shape in enumerate(reversed(shapes)):
             f"{100 * share:.0f}   {names[path]}" if y == len(shapes) - 1 else f"{100 * share:.0f}"
         )
         ax.text(
-            100 * share + (1 if share < 0.6 else -1), y - shift, label, va="center", fontsize=9,
+            100 * share + (1 if share < 0.6 else -1),
+            y - shift,
+            label,
+            va="center",
+            fontsize=9,
             ha="left" if share < 0.6 else "right",
-        )  # fmt: skip
+        )
 ax.axvline(100, color=COLOURS["limit"], linewidth=1.5)
 ax.set(yticks=range(len(shapes)), xlim=(0, 101), ylim=(-0.6, len(shapes) - 0.4))
 ax.set_yticklabels([shape.replace(", ", "\n", 1) for shape in reversed(shapes)])
