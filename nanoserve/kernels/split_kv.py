@@ -121,19 +121,21 @@ def packed_kernel(
 ):
     """Attention of one tile of queries for one KV head: each key is loaded once for all its heads.
 
-    Programs: [n_kv, tiles]. KV heads come first, because those of one token lie side by side.
+    Programs: [n_kv, tiles]. KV heads come first, because those of one token lie side by side. The
+    last tiles come first: they see the most keys, and none of them should start late.
     """
     kv_head = tl.program_id(0)
     QUERIES: tl.constexpr = ROWS // N_REP
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)
     if SEQS == 1:
-        seq = tl.program_id(1)
+        seq = tile
         first = 0
     else:  # the tiles of sequence i start at tile starts[i] // QUERIES + i
         i = tl.arange(0, SEQS)
-        tile = tl.load(start_ptr + i, mask=i < num_seqs, other=0) // QUERIES + i
-        reached = (i < num_seqs) & (tile <= tl.program_id(1))
+        starts = tl.load(start_ptr + i, mask=i < num_seqs, other=0) // QUERIES + i
+        reached = (i < num_seqs) & (starts <= tile)
         seq = tl.sum(reached.to(tl.int32), axis=0) - 1
-        first = (tl.program_id(1) - tl.max(tl.where(reached, tile, 0), axis=0)) * QUERIES
+        first = (tile - tl.max(tl.where(reached, starts, 0), axis=0)) * QUERIES
     kv_len = tl.load(kv_len_ptr + seq)
     q, row, used, sees = load_queries(
         q_ptr, q_token, q_head, start_ptr, seq, first, kv_len, N_REP, HEAD_DIM, BLOCK_D, ROWS
@@ -202,6 +204,8 @@ def split_kv_kernel(
     al. 2023). A share may begin or end inside a sequence (as in Flash-Decoding, Dao et al. 2023):
     then the result of worker w for sequence s is part w + s, for the merge.
     """
+    if OVERLAP > 1:
+        tl.extra.cuda.gdc_wait()
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
     kv_head, worker = tl.program_id(0), tl.program_id(1)
@@ -264,9 +268,13 @@ def merge_kernel(
     crosses = (begins // share == worker) & (begins < ends) & ((ends - 1) // share > worker)
     seq = tl.max(tl.where(crosses, tl.arange(0, SEQS), -1), axis=0)
     last = tl.max(tl.where(crosses, (ends - 1) // share + 1, worker), axis=0)
+    token = tl.load(start_ptr + tl.maximum(seq, 0)) + row // N_REP
+    used = (token < tl.load(start_ptr + tl.maximum(seq, 0) + 1)) & (last > worker)
     dim = tl.arange(0, BLOCK_D)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
+    if OVERLAP > 1:
+        tl.extra.cuda.gdc_launch_dependents()
     m = tl.full((1,), -1e30, tl.float32)
     l = tl.zeros((1,), tl.float32)
     acc = tl.zeros((BLOCK_D,), tl.float32)
@@ -281,8 +289,6 @@ def merge_kernel(
         l = l * alpha + tl.sum(weight, axis=0)
         acc = acc * alpha + tl.sum(weight[:, None] * out, axis=0)
         m = m_new
-    seq = tl.maximum(seq, 0)
-    token = tl.load(start_ptr + seq) + row // N_REP
-    mask = (dim < HEAD_DIM) & (token < tl.load(start_ptr + seq + 1)) & (last > worker)
     index = token.to(tl.int64) * (tl.num_programs(0) * N_REP) + kv_head * N_REP + row % N_REP
-    tl.store(out_ptr + index * HEAD_DIM + dim, acc / tl.where(l == 0.0, 1.0, l), mask=mask)
+    out = acc / tl.where(l == 0.0, 1.0, l)
+    tl.store(out_ptr + index * HEAD_DIM + dim, out, mask=(dim < HEAD_DIM) & used)
