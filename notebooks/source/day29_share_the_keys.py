@@ -318,13 +318,14 @@ def fold_keys(
 
 # %% [markdown]
 # Last the kernel. Which tile of which sequence does a program compute? With one tile for each sequence, as in
-# decode, the second axis of the grid counts sequences. Otherwise the tiles of sequence i begin at tile
-# `starts[i]//QUERIES + i`. The sequences before it never need more tiles than that. So a program finds its sequence
-# without any list from the host.
+# decode, the tile's number is the sequence's. Otherwise the tiles of sequence i begin at tile `starts[i]//QUERIES +
+# i`. The sequences before it never need more tiles than that. So a program finds its sequence without any list from
+# the host.
 #
-# A GPU starts programs in the order of their numbers. KV heads are the first axis of the grid: programs that start
-# together then read neighbouring memory, since the KV heads of a token lie side by side. The host passes `scale`
-# with $\log_2 e$ in it.
+# A GPU starts programs in the order of their numbers, the first axis fastest. That axis is the KV head: programs
+# that start together then read neighbouring memory, since the KV heads of a token lie side by side. The other axis
+# counts the tiles backwards. The last tiles of a prefill see the most keys, and none of them should start late. The
+# host passes `scale` with $\log_2 e$ in it.
 
 
 # %% jupyter={"source_hidden": true}
@@ -358,19 +359,21 @@ def packed_kernel(
 ):
     """Attention of one tile of queries for one KV head: each key is loaded once for all its heads.
 
-    Programs: [n_kv, tiles]. KV heads come first, because those of one token lie side by side.
+    Programs: [n_kv, tiles]. KV heads come first, because those of one token lie side by side. The
+    last tiles come first: they see the most keys, and none of them should start late.
     """
     kv_head = tl.program_id(0)
     QUERIES: tl.constexpr = ROWS // N_REP
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)
     if SEQS == 1:
-        seq = tl.program_id(1)
+        seq = tile
         first = 0
     else:  # the tiles of sequence i start at tile starts[i] // QUERIES + i
         i = tl.arange(0, SEQS)
-        tile = tl.load(start_ptr + i, mask=i < num_seqs, other=0) // QUERIES + i
-        reached = (i < num_seqs) & (tile <= tl.program_id(1))
+        starts = tl.load(start_ptr + i, mask=i < num_seqs, other=0) // QUERIES + i
+        reached = (i < num_seqs) & (starts <= tile)
         seq = tl.sum(reached.to(tl.int32), axis=0) - 1
-        first = (tl.program_id(1) - tl.max(tl.where(reached, tile, 0), axis=0)) * QUERIES
+        first = (tile - tl.max(tl.where(reached, starts, 0), axis=0)) * QUERIES
     kv_len = tl.load(kv_len_ptr + seq)
     q, row, used, sees = load_queries(
         q_ptr, q_token, q_head, start_ptr, seq, first, kv_len, N_REP, HEAD_DIM, BLOCK_D, ROWS

@@ -332,6 +332,8 @@ def split_kv_kernel(
     al. 2023). A share may begin or end inside a sequence (as in Flash-Decoding, Dao et al. 2023):
     then the result of worker w for sequence s is part w + s, for the merge.
     """
+    if OVERLAP > 1:
+        tl.extra.cuda.gdc_wait()
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
     kv_head, worker = tl.program_id(0), tl.program_id(1)
@@ -369,7 +371,8 @@ def split_kv_kernel(
 # %% [markdown]
 # `merge_kernel` is your `merge`, for one row of one sequence. At most one sequence begins in a worker's share and
 # ends in a later share. So the grid has as many programs for each KV head and row as there are workers, and program
-# w merges that sequence, if there is one.
+# w merges that sequence, if there is one. It folds the parts with the streaming softmax, `PARTS` at a time: the lse
+# takes the place of the score.
 
 
 # %% jupyter={"source_hidden": true}
@@ -402,9 +405,13 @@ def merge_kernel(
     crosses = (begins // share == worker) & (begins < ends) & ((ends - 1) // share > worker)
     seq = tl.max(tl.where(crosses, tl.arange(0, SEQS), -1), axis=0)
     last = tl.max(tl.where(crosses, (ends - 1) // share + 1, worker), axis=0)
+    token = tl.load(start_ptr + tl.maximum(seq, 0)) + row // N_REP
+    used = (token < tl.load(start_ptr + tl.maximum(seq, 0) + 1)) & (last > worker)
     dim = tl.arange(0, BLOCK_D)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
+    if OVERLAP > 1:
+        tl.extra.cuda.gdc_launch_dependents()
     m = tl.full((1,), -1e30, tl.float32)
     l = tl.zeros((1,), tl.float32)
     acc = tl.zeros((BLOCK_D,), tl.float32)
@@ -419,11 +426,9 @@ def merge_kernel(
         l = l * alpha + tl.sum(weight, axis=0)
         acc = acc * alpha + tl.sum(weight[:, None] * out, axis=0)
         m = m_new
-    seq = tl.maximum(seq, 0)
-    token = tl.load(start_ptr + seq) + row // N_REP
-    mask = (dim < HEAD_DIM) & (token < tl.load(start_ptr + seq + 1)) & (last > worker)
     index = token.to(tl.int64) * (tl.num_programs(0) * N_REP) + kv_head * N_REP + row % N_REP
-    tl.store(out_ptr + index * HEAD_DIM + dim, acc / tl.where(l == 0.0, 1.0, l), mask=mask)
+    out = acc / tl.where(l == 0.0, 1.0, l)
+    tl.store(out_ptr + index * HEAD_DIM + dim, out, mask=(dim < HEAD_DIM) & used)
 
 
 # %% [markdown]
