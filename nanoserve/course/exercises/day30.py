@@ -1,4 +1,4 @@
-"""Day 30: the merge of partial softmaxes by log-sum-exp, and equal shares of all keys."""
+"""Day 30: the merge of partial softmaxes by log-sum-exp, equal shares of all keys, the workers."""
 
 import torch
 
@@ -463,5 +463,168 @@ SHARES = Exercise(
     ),
 )  # fmt: skip
 
-EXERCISES = (MERGE, SHARES)
+
+# the number of workers ---------------------------------------------------------------------------
+
+
+def _workers_cases() -> list[Case]:
+    def case(what: str, kind: str, *args: int) -> Case:
+        names = ("multiprocessors", "n_kv", "num_seqs", "tiles", "programs")
+        inputs = ", ".join(f"{name} {value}" for name, value in zip(names, args, strict=False))
+        return Case(what, args, kind=kind, inputs=inputs)
+
+    return [
+        case("an H200, one long sequence of a Llama", "share", 132, 8, 1, 1_024),
+        case("the same, 3 programs for each multiprocessor", "share", 132, 8, 1, 1_024, 3),
+        case("a T4, two sequences, 3 KV heads", "share", 40, 3, 2, 700, 4),
+        case("a short sequence: 6 tiles", "tiles", 132, 8, 1, 6),
+        case("one tile", "tiles", 132, 8, 1, 1),
+        case("more KV heads than programs", "least", 10, 32, 1, 600),
+        case("131 sequences: just too few to fill the GPU", "full", 132, 8, 131, 9_000),
+        case("132 sequences fill it", "full", 132, 8, 132, 9_000),
+        case("a T4, 29 sequences, 11 KV heads: 319 programs", "full", 40, 11, 29, 9_000, 4),
+        case("a T4, 400 sequences, 3 KV heads", "full", 40, 3, 400, 9_000, 4),
+        case("a T4, 107 sequences, 3 KV heads", "full", 40, 3, 107, 9_000, 4),
+        case("a T4, 106 sequences, 3 KV heads", "full", 40, 3, 106, 9_000, 4),
+    ]
+
+
+def _workers_but(
+    multiprocessors, n_kv, num_seqs, tiles, programs=2, *, full=None, share=None, least=1, none=0
+):  # fmt: skip
+    """The right rule with one step replaced."""
+    split = (full or (lambda: num_seqs * n_kv >= 8 * multiprocessors))()
+    if split:
+        return none
+    return max(least, min((share or (lambda: programs * multiprocessors // n_kv))(), tiles))
+
+
+@wrong(
+    "These are the programs of the whole GPU. A worker is one program for each KV head, so divide "
+    "by n_kv."
+)
+def _programs_not_workers(multiprocessors, n_kv, num_seqs, tiles, programs=2):
+    share = lambda: programs * multiprocessors  # noqa: E731
+    return _workers_but(multiprocessors, n_kv, num_seqs, tiles, programs, share=share)
+
+
+@wrong(
+    "The quotient is rounded up. Then there are more programs than the GPU runs at once, and a few "
+    "wait for all others. Round down."
+)
+def _rounded_up(multiprocessors, n_kv, num_seqs, tiles, programs=2):
+    share = lambda: -(-programs * multiprocessors // n_kv)  # noqa: E731
+    return _workers_but(multiprocessors, n_kv, num_seqs, tiles, programs, share=share)
+
+
+@wrong("`programs` is not used: each multiprocessor runs that many programs at once.")
+def _one_program(multiprocessors, n_kv, num_seqs, tiles, programs=2):
+    share = lambda: multiprocessors // n_kv  # noqa: E731
+    return _workers_but(multiprocessors, n_kv, num_seqs, tiles, programs, share=share)
+
+
+@wrong("`programs` is not used: 2 is its default, and the caller may pass another number.")
+def _always_two(multiprocessors, n_kv, num_seqs, tiles, programs=2):
+    return _workers_but(multiprocessors, n_kv, num_seqs, tiles, 2)
+
+
+@wrong(
+    "The workers are divided by the number of sequences too, as if each sequence had workers of "
+    "its own. All sequences share all workers."
+)
+def _divided_by_the_sequences(multiprocessors, n_kv, num_seqs, tiles, programs=2):
+    share = lambda: programs * multiprocessors // (n_kv * num_seqs)  # noqa: E731
+    return _workers_but(multiprocessors, n_kv, num_seqs, tiles, programs, share=share)
+
+
+@wrong(
+    "There can be more workers than tiles. A worker reads whole tiles, so those past the last tile "
+    "have nothing to do: at most `tiles`."
+)
+def _more_than_tiles(multiprocessors, n_kv, num_seqs, tiles, programs=2):
+    return _workers_but(multiprocessors, n_kv, num_seqs, 1 << 30, programs)
+
+
+@wrong(
+    "With more KV heads than programs the quotient is 0, which means: do not split. At least one "
+    "worker is needed, unless the sequences fill the GPU."
+)
+def _none_left(*args):
+    return _workers_but(*args, least=0)
+
+
+@wrong(
+    "The test for a full GPU forgets the KV heads. Each sequence makes n_kv programs without a "
+    "split: num_seqs * n_kv."
+)
+def _full_by_sequences(multiprocessors, n_kv, num_seqs, tiles, programs=2):
+    full = lambda: num_seqs >= 8 * multiprocessors  # noqa: E731
+    return _workers_but(multiprocessors, n_kv, num_seqs, tiles, programs, full=full)
+
+
+@wrong(
+    "One program for each multiprocessor is taken for a full GPU. A multiprocessor runs several at "
+    "once, and a few more even out their ends: it takes eight for each."
+)
+def _full_by_one(multiprocessors, n_kv, num_seqs, tiles, programs=2):
+    full = lambda: num_seqs * n_kv >= multiprocessors  # noqa: E731
+    return _workers_but(multiprocessors, n_kv, num_seqs, tiles, programs, full=full)
+
+
+@wrong("Eight programs for each multiprocessor are enough: the test is >=, not >.")
+def _full_later(multiprocessors, n_kv, num_seqs, tiles, programs=2):
+    full = lambda: num_seqs * n_kv > 8 * multiprocessors  # noqa: E731
+    return _workers_but(multiprocessors, n_kv, num_seqs, tiles, programs, full=full)
+
+
+@wrong(
+    "Where the sequences fill the GPU, the answer is 1 worker. One worker would read all keys of "
+    "all sequences by itself: 0 means that the packed kernel runs, without a split."
+)
+def _one_where_full(*args):
+    return _workers_but(*args, none=1)
+
+
+@wrong("The test for a full GPU is missing. There the packed kernel needs no split and no merge.")
+def _never_full(*args):
+    return _workers_but(*args, full=lambda: False)
+
+
+WORKERS = Exercise(
+    "num_workers",
+    _workers_cases,
+    hints={
+        "share": (
+            "How many programs does the whole GPU run at once, and how many of them does one "
+            "worker take?",
+            "programs * multiprocessors in all. A worker is one program for each of the n_kv KV "
+            "heads. Round down, so that all run at once.",
+            "programs * multiprocessors // n_kv",
+        ),
+        "tiles": (
+            "What would a worker do that begins after the last tile?",
+            "Nothing. So there are never more workers than tiles.",
+            "min(programs * multiprocessors // n_kv, tiles)",
+        ),
+        "least": (
+            "There are more KV heads than programs that run at once. What does your quotient give?",
+            "0, and 0 means: do not split. Here one worker has to do it.",
+            "max(1, min(programs * multiprocessors // n_kv, tiles))",
+        ),
+        "full": (
+            "How many programs do the sequences make without a split?",
+            "num_seqs * n_kv, one for each sequence and KV head. From eight for each "
+            "multiprocessor on, return 0.",
+            "if num_seqs * n_kv >= 8 * multiprocessors: return 0",
+        ),
+    },
+    target="nanoserve.kernels.split_kv:num_workers",
+    wrong=(
+        _programs_not_workers, _rounded_up, _one_program, _always_two, _divided_by_the_sequences,
+        _more_than_tiles, _none_left, _full_by_sequences, _full_by_one, _full_later,
+        _one_where_full, _never_full,
+    ),
+)  # fmt: skip
+
+EXERCISES = (MERGE, SHARES, WORKERS)
 WIDGETS = {"split-history": drawings.split_history}

@@ -1,4 +1,4 @@
-"""Day 30: right answers to `merge` and `keys_of_worker`, in several styles."""
+"""Day 30: right answers to `merge`, `keys_of_worker` and `num_workers`, in several styles."""
 
 import math
 
@@ -81,7 +81,36 @@ def by_walking(worker, workers, kv_lens, tile):
     return parts
 
 
+# num_workers -------------------------------------------------------------------------------------
+
+
+def by_cases(multiprocessors, n_kv, num_seqs, tiles, programs=2):
+    """One condition after another."""
+    if num_seqs * n_kv / multiprocessors >= 8:
+        return 0
+    room = math.floor(multiprocessors * programs / n_kv)
+    return min(room, tiles) if room else 1
+
+
+def by_counting(multiprocessors, n_kv, num_seqs, tiles, programs=2):
+    """Workers are added while they fit."""
+    if n_kv * num_seqs >= multiprocessors << 3:
+        return 0
+    workers = 1
+    while workers < tiles and (workers + 1) * n_kv <= multiprocessors * programs:
+        workers += 1
+    return workers
+
+
+def by_sorting(multiprocessors, n_kv, num_seqs, tiles, programs=2):
+    """The middle one of 1, the room and the tiles, unless the GPU is full."""
+    full = 8 * multiprocessors - num_seqs * n_kv <= 0
+    room, _ = divmod(programs * multiprocessors, n_kv)
+    return 0 if full else sorted([1, room, tiles])[1]
+
+
 RIGHT = {
     "merge": (in_pairs, row_by_row, by_softmax),
     "keys_of_worker": (tile_by_tile, by_ranges, by_walking),
+    "num_workers": (by_cases, by_counting, by_sorting),
 }
