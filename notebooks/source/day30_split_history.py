@@ -332,8 +332,6 @@ def split_kv_kernel(
     al. 2023). A share may begin or end inside a sequence (as in Flash-Decoding, Dao et al. 2023):
     then the result of worker w for sequence s is part w + s, for the merge.
     """
-    if OVERLAP > 1:
-        tl.extra.cuda.gdc_wait()
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
     kv_head, worker = tl.program_id(0), tl.program_id(1)
@@ -354,18 +352,18 @@ def split_kv_kernel(
         q, row, used, sees = load_queries(
             q_ptr, q_token, q_head, start_ptr, seq, 0, kv_len, N_REP, HEAD_DIM, BLOCK_D, ROWS
         )
-        q = q.to(tl.float32) * scale
         table = table_ptr + seq * table_seq
         m, l, acc = fold_keys(
-            q, sees, low, high, k, k_slot, v, v_slot, table, HEAD_DIM, BLOCK_SIZE, TILE, LONG
+            q, sees, low, high, k, k_slot, v, v_slot, table, scale, HEAD_DIM, BLOCK_SIZE, TILE, LONG
         )
         out = acc / tl.where(l == 0.0, 1.0, l)[:, None]
         mask = used[:, None] & (dim < HEAD_DIM)[None, :]
-        whole = (low == 0) & (high == kv_len)  # no other worker has a part of this sequence
+        shared = (low > 0) | (high < kv_len)  # another worker has a part of this sequence
+        whole = (low == 0) & (high == kv_len)
         tl.store(out_ptr + (row * HEAD_DIM)[:, None] + dim[None, :], out, mask=mask & whole)
         part = ((worker + seq) * tl.num_programs(0) + kv_head) * ROWS + tl.arange(0, ROWS)
-        tl.store(part_ptr + (part * HEAD_DIM)[:, None] + dim[None, :], out, mask=mask & ~whole)
-        tl.store(lse_ptr + part, m + tl.log2(l), mask=used & ~whole)
+        tl.store(part_ptr + (part * HEAD_DIM)[:, None] + dim[None, :], out, mask=mask & shared)
+        tl.store(lse_ptr + part, m + tl.log2(l), mask=used & shared)
 
 
 # %% [markdown]
@@ -410,8 +408,6 @@ def merge_kernel(
     dim = tl.arange(0, BLOCK_D)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
-    if OVERLAP > 1:
-        tl.extra.cuda.gdc_launch_dependents()
     m = tl.full((1,), -1e30, tl.float32)
     l = tl.zeros((1,), tl.float32)
     acc = tl.zeros((BLOCK_D,), tl.float32)
@@ -549,6 +545,56 @@ print(f"that is {moved['parts'] / moved['K and V']:.1%}; you predicted:", today.
 # The cost grows with the number of workers and not with the tokens. At 65,536 tokens the same 16 workers would cost
 # a 64th of this share.
 #
+# ## Your turn: `num_workers`
+#
+# How many workers? Parts cost bytes, so not more than the GPU runs at once. Three rules:
+#
+# - A multiprocessor runs `programs` programs at once, and a worker is one program for each KV head. So there are
+#   `programs * multiprocessors / n_kv` workers, rounded down.
+# - There are at most as many workers as tiles, and at least 1.
+# - Without a split there are `num_seqs * n_kv` programs. If these are eight or more for each multiprocessor, they
+#   fill the GPU by themselves: return 0. Then the packed kernel runs, and nothing is merged.
+#
+# The host decides, so the rule uses only what the host knows: no length of a sequence. `tiles` is an upper bound,
+# from the longest sequence that is possible.
+
+
+# %%
+def num_workers(multiprocessors, n_kv, num_seqs, tiles, programs=2):
+    """The number of workers for each KV head; 0 if the history should not be split."""
+    raise NotImplementedError("your turn")
+
+
+today.check(num_workers)
+
+# %% [markdown]
+# The cell below holds the package's version; from here on this notebook uses it.
+
+
+# %% jupyter={"source_hidden": true}
+# lands in nanoserve/kernels/split_kv.py: num_workers
+def num_workers(
+    multiprocessors: int, n_kv: int, num_seqs: int, tiles: int, programs: int = 2
+) -> int:
+    """The number of workers for each KV head; 0 if the history should not be split.
+
+    A split has `programs` programs for each multiprocessor, but no more workers than key tiles, of
+    which all sequences together have at most `tiles`. Sequences that make eight programs for each
+    multiprocessor fill the GPU without a split.
+    """
+    if num_seqs * n_kv >= 8 * multiprocessors:
+        return 0
+    return max(1, min(programs * multiprocessors // n_kv, tiles))
+
+
+# %%
+for gpu, multiprocessors in (("H200", 132), ("T4", 40)):
+    for num_seqs in (1, 16, 256):
+        workers = num_workers(multiprocessors, n_kv=8, num_seqs=num_seqs, tiles=1_024)
+        told = f"{workers} workers, {workers * 8} programs" if workers else "no split"
+        print(f"{gpu:4}, {num_seqs:3} sequences with 8 KV heads: {told}")
+
+# %% [markdown]
 # ## Measure it: the simulator
 #
 # tlsim runs all programs in lockstep: a launch takes as many turns of the loop as its longest program. So it shows

@@ -218,7 +218,7 @@ SCALE = 0.3
 def fold_tile(m, l, acc, q, k, v, seen, scale):  # noqa: E741
     """m, l [rows], acc [rows, head_dim], q [rows, head_dim], k, v [keys, head_dim], seen
     [rows, keys] -> the three after these keys, with scores and m in units of log2."""
-    score = torch.where(seen, (q * (scale * LOG2E)) @ k.T, -torch.inf)
+    score = torch.where(seen, q @ k.T * (scale * LOG2E), -torch.inf)
     m_new = torch.maximum(m, score.amax(-1))
     alpha = torch.exp2(m - m_new)
     p = torch.exp2(score - m_new[:, None])
@@ -280,7 +280,7 @@ def _fold_but(
     acc_alpha=None, part=None,
 ):  # fmt: skip
     """The right fold with one step replaced."""
-    score = (q * (scale * LOG2E if factor is None else factor(scale))) @ k.T
+    score = q @ k.T * (scale * LOG2E if factor is None else factor(scale))
     score = torch.where(seen, score, -torch.inf) if hide is None else hide(seen, score)
     m_new = torch.maximum(m, score.amax(-1)) if largest is None else largest(m, score)
     alpha = (alpha_base or base)(m - m_new)
@@ -292,28 +292,28 @@ def _fold_but(
 
 @wrong(
     "exp2 takes the scores as they are, so each weight is 2 ** score: a softmax in base 2, and a "
-    "flatter one. e ** x is 2 ** (x * log2(e)): q needs the factor scale * log2(e)."
+    "flatter one. e ** x is 2 ** (x * log2(e)): the scores need the factor scale * log2(e)."
 )
 def _no_log2e(*args):
     return _fold_but(*args, factor=lambda scale: scale)
 
 
 @wrong(
-    "The factor is upside down: q is divided by log2(e), which is 1.44. e ** x is "
-    "2 ** (x * log2(e)), so q is multiplied by it."
+    "The factor is upside down: the scores are divided by log2(e), which is 1.44. e ** x is "
+    "2 ** (x * log2(e)), so they are multiplied by it."
 )
 def _divided_by_log2e(*args):
     return _fold_but(*args, factor=lambda scale: scale / LOG2E)
 
 
-@wrong("The scale is lost: q is multiplied by log2(e) alone. Its factor is scale * log2(e).")
+@wrong("The scale is lost: the factor of the scores is log2(e) alone. It is scale * log2(e).")
 def _no_scale(*args):
     return _fold_but(*args, factor=lambda scale: LOG2E)
 
 
 @wrong(
     "The scores are in units of log2, and exp takes them as natural ones: each weight is too "
-    "sharp, e ** (x * 1.44). With log2(e) in q, both exponentials are exp2."
+    "sharp, e ** (x * 1.44). With the factor log2(e), both exponentials are exp2."
 )
 def _exp_not_exp2(*args):
     return _fold_but(*args, base=torch.exp)
@@ -402,10 +402,10 @@ FOLD = Exercise(
     hints={
         "first": (
             "Nothing came before: m is -1e30, l and acc are 0. Which of your three differs, and "
-            "does m differ? m holds a score, so it shows the factor of q.",
-            "One product gives all scores of the tile, [rows, keys]. q carries scale * log2(e), so "
-            "m is 1.44 times Day 22's. Then l is p.sum(-1) and acc is p @ v.",
-            "score = (q * (scale * math.log2(math.e))) @ k.T; m_new = torch.maximum(m, "
+            "does m differ? m holds a score, so it shows the factor.",
+            "One product gives all scores of the tile, [rows, keys]. Their factor is scale * "
+            "log2(e), so m is 1.44 times Day 22's. Then l is p.sum(-1) and acc is p @ v.",
+            "score = q @ k.T * (scale * math.log2(math.e)); m_new = torch.maximum(m, "
             "score.amax(-1)); p = torch.exp2(score - m_new[:, None])",
         ),
         "second": (
@@ -430,9 +430,9 @@ FOLD = Exercise(
         ),
         "base": (
             "The result is a softmax, but of other scores. In which base is it?",
-            "e ** x equals 2 ** (x * log2(e)). If q has this factor, every exponential is exp2: "
-            "that of p and that of alpha.",
-            "q * (scale * math.log2(math.e)), torch.exp2(score - m_new[:, None]) and "
+            "e ** x equals 2 ** (x * log2(e)). If the scores have this factor, every exponential "
+            "is exp2: that of p and that of alpha.",
+            "q @ k.T * (scale * math.log2(math.e)), torch.exp2(score - m_new[:, None]) and "
             "torch.exp2(m - m_new)",
         ),
         "large": (
