@@ -656,10 +656,11 @@ for y, shape in enumerate(reversed(shapes)):
     ax.text(old + 1, y - 0.2, f"{old:.0f}   Day 22's kernel", va="center")
     ax.text(new - 1, y + 0.2, f"now   {new:.0f}", va="center", ha="right", color="white")
 if guess := today.guess("share"):
-    ax.plot(guess, 3.2, "D", color=COLOURS["prediction"], clip_on=False)
-    ax.text(guess, 3.45, "your guess", color=COLOURS["prediction"], ha="center", weight="bold")
+    ax.plot(guess, 3.62, "D", color=COLOURS["prediction"], clip_on=False)
+    away, side = (2, "left") if guess < 70 else (-2, "right")
+    ax.text(guess + away, 3.62, "your guess", color=COLOURS["prediction"], va="center", ha=side)
 ax.axvline(100, color=COLOURS["limit"], linewidth=1.5)
-ax.set(yticks=range(4), xlim=(0, 101), ylim=(-0.6, 3.75))
+ax.set(yticks=range(4), xlim=(0, 101), ylim=(-0.6, 3.85))
 ax.set_yticklabels([shape.replace(", ", "\n") for shape in reversed(shapes)])
 ax.grid(axis="y", visible=False)
 fig
