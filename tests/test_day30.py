@@ -11,7 +11,7 @@ from nanoserve.course.exercises.day30 import LOG2E, keys_of_worker, merge, parti
 from nanoserve.kernels import tlsim
 from nanoserve.kernels.reference import ATOL, RTOL, paged_attention_batch_reference
 from nanoserve.kernels.sizes import next_power_of_2
-from nanoserve.kernels.split_kv import merge_kernel, split_kv_kernel
+from nanoserve.kernels.split_kv import merge_kernel, num_workers, split_kv_kernel
 from tests.attention_cases import ragged
 
 LENGTHS = st.lists(st.integers(0, 90), min_size=1, max_size=6)
@@ -46,6 +46,27 @@ def test_the_workers_read_every_key_once_in_equal_shares(kv_lens, workers, tile)
     assert tiles[:full] == [share] * full and sum(tiles[full:]) < max(share, 1)
     numbers = [worker + i for worker, own in enumerate(parts) for i, _, _ in own]
     assert len(set(numbers)) == len(numbers), "two parts have one number"
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    multiprocessors=st.integers(1, 200),
+    n_kv=st.integers(1, 64),
+    num_seqs=st.integers(1, 300),
+    tiles=st.integers(1, 5_000),
+    programs=st.integers(1, 4),
+)
+def test_a_launch_has_as_many_workers_as_the_gpu_runs_at_once(
+    multiprocessors, n_kv, num_seqs, tiles, programs
+):
+    workers = num_workers(multiprocessors, n_kv, num_seqs, tiles, programs)
+    if num_seqs * n_kv >= 8 * multiprocessors:
+        assert workers == 0
+        return
+    room = programs * multiprocessors
+    assert 1 <= workers <= tiles
+    assert workers == 1 or workers * n_kv <= room
+    assert workers == tiles or (workers + 1) * n_kv > room
 
 
 def launch_split(q, k_pool, v_pool, tables, n_rep, workers, rows=16, tile=16, **options):
