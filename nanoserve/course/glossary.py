@@ -319,6 +319,17 @@ query_starts: For a packed batch, the row of q where the queries of each sequenc
     entry at the end gives the number of rows.
 block tables: For a batch, the block tables of all sequences as the rows of one tensor.
 """,
+    29: """
+packed heads: The query heads that share a KV head, as the rows of one tile. One program computes
+    them all and loads each key once.
+tensor core: A unit of a GPU that multiplies two small matrices in one instruction. tl.dot uses it.
+""",
+    30: """
+worker: A program that computes its share of the work, whatever objects the share belongs to.
+log-sum-exp: The logarithm of a sum of exponentials. It is a softmax's divisor, kept as a logarithm
+    so that it does not overflow.
+partial softmax: The softmax over a part of the keys, with the log-sum-exp of their scores.
+""",
 }
 
 
