@@ -3,7 +3,7 @@
 from nanoserve.course.exercise import Case, Exercise, raises, wrong
 
 KIB = 1024
-T4, A100, H200 = 64 * KIB, 164 * KIB, 228 * KIB  # shared memory of a multiprocessor, bytes
+L4, A100, H200 = 100 * KIB, 164 * KIB, 228 * KIB  # shared memory of a multiprocessor, bytes
 
 
 def bytes_in_flight(
@@ -12,8 +12,9 @@ def bytes_in_flight(
     """Bytes of K and V that the programs of one multiprocessor have requested and not yet used.
 
     A program requests (num_stages - 1) // 2 tiles ahead, each of `tile` keys and `tile` values, and
-    needs shared memory for them. `programs` were launched for this multiprocessor, which has
-    `shared` bytes; as many run at once as fit. ValueError if the tiles of one program do not fit.
+    needs shared memory for them; num_stages is 1, or at least 3. `programs` were launched for this
+    multiprocessor, which has `shared` bytes: as many of them run at once as fit. ValueError if the
+    tiles of one program do not fit.
     """
     need = (num_stages - 1) // 2 * 2 * tile * head_dim * itemsize
     if need == 0:
@@ -86,8 +87,8 @@ def _half_of_all(*args):
 
 
 @wrong(
-    "With 1 or 2 stages no tile is requested ahead: a program waits for each tile. You count at "
-    "least one.",
+    "With 1 stage no tile is requested ahead: a program waits for each tile. You count at least "
+    "one.",
     hints="ahead",
 )
 def _at_least_one(*args):
@@ -96,7 +97,7 @@ def _at_least_one(*args):
 
 @wrong(
     "You divide by the shared memory of a program, which is 0 where no tile is requested ahead "
-    "(1 or 2 stages). Then no byte is in flight: return 0 first.",
+    "(1 stage). Then no byte is in flight: return 0 first.",
     hints="ahead",
 )
 def _divides_by_zero(tile, num_stages, head_dim, itemsize, programs, shared):
@@ -188,20 +189,19 @@ def _in_flight_cases() -> list[Case]:
 
     refused = raises(ValueError, names="shared memory")
     return [
-        case("a T4, float16: one program for it", "tile", 16, 3, 64, 2, 1, T4),
+        case("an L4, float16: one program for it", "tile", 16, 3, 64, 2, 1, L4),
         case("an H200, float32: one program for it", "tile", 32, 3, 128, 4, 1, H200),
         case("4 stages, 1 program", "ahead", 32, 4, 64, 2, 1, A100),
         case("5 stages, 1 program", "ahead", 32, 5, 64, 2, 1, A100),
         case("8 stages, 1 program", "ahead", 16, 8, 64, 2, 1, A100),
-        case("2 stages", "ahead", 64, 2, 128, 2, 3, H200),
         case("1 stage", "ahead", 64, 1, 128, 2, 3, H200),
         case("an H200: 2 programs launched for it", "programs", 64, 5, 128, 2, 2, H200),
         case("an H200: 9 programs launched for it", "programs", 64, 5, 128, 2, 9, H200),
         case("an A100: 7 programs, head_dim 80", "programs", 32, 7, 80, 2, 7, A100),
-        case("a T4, filled to the last byte", "fit", 64, 5, 128, 2, 3, T4),
-        case("a T4, 7 stages", "fit", 64, 7, 128, 2, 3, T4, expected=refused),
-        case("a T4, 1 byte too little", "fit", 64, 5, 128, 2, 3, T4 - 1, expected=refused),
-        case("a T4, 2 stages of a tile that is too large", "fit", 512, 2, 128, 4, 3, T4),
+        case("64 KiB, filled to the last byte", "fit", 64, 5, 128, 2, 3, 64 * KIB),
+        case("64 KiB, 7 stages", "fit", 64, 7, 128, 2, 3, 64 * KIB, expected=refused),
+        case("1 byte less than 64 KiB", "fit", 64, 5, 128, 2, 3, 64 * KIB - 1, expected=refused),
+        case("1 stage of a tile that is too large", "fit", 512, 1, 128, 4, 3, L4),
     ]
 
 
@@ -217,7 +217,7 @@ BYTES_IN_FLIGHT = Exercise(
         "ahead": (
             "Of num_stages stages, how many are left when one computes? How many does a tile take?",
             "A tile takes two stages, because its slots must arrive before its keys can be "
-            "requested. With 1 or 2 stages no tile is ahead, and no byte is in flight.",
+            "requested. With 1 stage no tile is ahead, and no byte is in flight.",
             "need = (num_stages - 1) // 2 * a_tile; if need is 0, return 0",
         ),
         "programs": (
