@@ -296,6 +296,15 @@ asynchronous: Started now and finished later: the program continues while the GP
 synchronise: To wait until a GPU has finished all its work.
 multiprocessor: One of the units of a GPU that run programs in parallel. An H200 has 132.
 """,
+    31: """
+memory latency: The time from the request of a number in memory to its arrival.
+in flight: Requested from memory, and not yet arrived.
+Little's law: In a queue, the number of things inside is the rate times the time that each stays
+    (Little 1961). For memory: bytes in flight = bandwidth * latency.
+pipeline stage: One of the tiles that a loop works on at the same time: one is computed while the
+    next ones are loaded.
+warp: 32 threads of a GPU that run in step. A program has one or more warps, which share its tiles.
+""",
 }
 
 

@@ -430,3 +430,72 @@ LAUNCH_OF = Exercise(
 )  # fmt: skip
 
 EXERCISES = (BYTES_IN_FLIGHT, LAUNCH_OF)
+
+REVIEW = (
+    (
+        "Day 27. Attention of a decode step reads 1 GB of keys and values in 0.5 ms, on a GPU that "
+        "reads 4 TB/s. Which share of the peak bandwidth is that, and what is the shortest time?",
+        "1 GB in 0.5 ms is 2 TB/s: 50%. No kernel can take less than 1 GB / 4 TB/s = 0.25 ms, "
+        "because each key and value must be read once.",
+    ),
+    (
+        "Day 28. The lengths of a batch lie on the GPU. Why does a launch get upper bounds from "
+        "the host instead of reading them?",
+        "Reading a tensor on the host waits for all queued work, and a captured launch could then "
+        "not be replayed with other lengths. The grid follows from the bounds; a program that has "
+        "no tokens does nothing.",
+    ),
+    (
+        "Day 29. Four query heads share a KV head. What does packing them into one tile save, and "
+        "where?",
+        "Each key and value is loaded once instead of four times, and the tile is a matrix "
+        "product. On a CPU it also saves a copy of the keys for each query head.",
+    ),
+    (
+        "Day 30. Two parts of a sequence have log-sum-exps 3 and 5, to base 2. With which weights "
+        "are their results merged?",
+        "2 ** 3 to 2 ** 5, that is 8 to 32: 0.2 and 0.8. It is the fold of Day 22 again, with a "
+        "part in place of a tile.",
+    ),
+    (
+        "Day 30. Why is a sequence not split into as many parts as possible?",
+        "Each part stores a partial result, and the merge reads all of them. Once every "
+        "multiprocessor has enough programs, more parts only add this work.",
+    ),
+    (
+        "Day 31. A program computes a tile, then requests the next one and waits. What do more "
+        "stages change, and what limits them?",
+        "The next tiles are requested before this one is computed, so that enough bytes are in "
+        "flight: bandwidth times latency. Each of these tiles needs shared memory, and a program "
+        "that needs more leaves room for fewer others.",
+    ),
+    (
+        "Day 31. What may change between two replays of a captured launch, and what may not?",
+        "The contents of the tensors: tokens, tables, lengths within the bounds. Shapes, addresses "
+        "and the grid of a CUDA graph are fixed; tlsim records again when they change.",
+    ),
+    (
+        "Phase 2. Blocks have 16 slots and a sequence has 1,000 tokens. How many blocks does it "
+        "own, where is position 777, and how many slots are unused?",
+        "63 blocks. Position 777 is in entry 48 of the block table, at offset 9. 8 slots of the "
+        "last block are unused: never more than 15, whatever the model's context.",
+    ),
+    (
+        "Phase 2. Name the steps between gqa_attention and the kernel on a GPU, and what each adds.",
+        "gqa_attention calls the cache's paged_attention. The cache writes K and V and passes its "
+        "pools and its slot mapping to the dispatcher. The dispatcher chooses the backend, and the "
+        "launcher checks the arguments and computes grid, strides and launch parameters.",
+    ),
+    (
+        "Phase 2. Which of its promises are exact, and which hold within a tolerance?",
+        "What is moved is exact: scatter, gather, a block's reuse. What is summed in another order "
+        "is within attention's tolerance: kernel, splits, merge. Greedy tokens in float32 are "
+        "equal on the reference prompts.",
+    ),
+    (
+        "Phase 2. One kernel source runs under three runtimes. What has each of them found, or "
+        "made possible, that the others could not?",
+        "tlsim shows the line of a wrong address and runs the engine without a GPU. Triton's "
+        "interpreter has Triton's own rules. The compiled kernel shows the speed.",
+    ),
+)
