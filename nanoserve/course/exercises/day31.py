@@ -481,7 +481,7 @@ REVIEW = (
         "last block are unused: never more than 15, whatever the model's context.",
     ),
     (
-        "Phase 2. Name the steps between gqa_attention and the kernel on a GPU, and what each adds.",
+        "Phase 2. Name the steps from gqa_attention to the kernel on a GPU, and what each adds.",
         "gqa_attention calls the cache's paged_attention. The cache writes K and V and passes its "
         "pools and its slot mapping to the dispatcher. The dispatcher chooses the backend, and the "
         "launcher checks the arguments and computes grid, strides and launch parameters.",
