@@ -170,6 +170,12 @@ def min(x: Value, axis: int | None = None, keep_dims: bool = False) -> Value:
     return _reduce(_widened(x).whole.amin, x.shape, axis, keep_dims)
 
 
+def cumsum(x: Value, axis: int = 0) -> Value:
+    """The sums of the lanes up to each lane, along an axis."""
+    x = x if x.dtype.is_floating_point else _widened(x)
+    return Value(x.whole.cumsum(3 + axis % len(x.shape), dtype=x.dtype), x.shape)
+
+
 def _widened(x: Value) -> Value:
     """x in 32 bits at least."""
     wide = torch.float32 if x.dtype.is_floating_point else torch.int32
