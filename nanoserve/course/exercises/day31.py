@@ -458,9 +458,10 @@ REVIEW = (
         "part in place of a tile.",
     ),
     (
-        "Day 30. Why is a sequence not split into as many parts as possible?",
-        "Each part stores a partial result, and the merge reads all of them. Once every "
-        "multiprocessor has enough programs, more parts only add this work.",
+        "Day 30. Why does a launch not have as many workers as possible?",
+        "A worker that reads a part of a sequence stores a partial result, and the merge reads all "
+        "parts. Once every multiprocessor has as many workers as it runs at once, more workers "
+        "only add parts.",
     ),
     (
         "Day 31. A program computes a tile, then requests the next one and waits. What do more "
