@@ -1,9 +1,13 @@
 """The KV cache: keys and values of past tokens, contiguous or in the blocks of a pool."""
 
+from collections.abc import Sequence
+from itertools import accumulate
+
 import torch
 
 from nanoserve.config import ModelConfig
-from nanoserve.kernels.dispatch import paged_attention_dispatch
+from nanoserve.kernels.dispatch import paged_attention_batch_dispatch, paged_attention_dispatch
+from nanoserve.kernels.reference import PagedTables
 
 BLOCK_SIZE = 16  # slots in a block: small blocks waste few slots, large blocks keep tables short
 
@@ -199,6 +203,7 @@ class PagedKVCache:
     @property
     def slot_mapping(self) -> torch.Tensor:
         """The slot of each token held, oldest first: int64 [seq_len], on the pool's device."""
+        self._map(self.seq_len)  # adds the slots of tokens that came without it
         return self._slots[: self.seq_len]
 
     def append(
@@ -270,3 +275,120 @@ class PagedKVCache:
         fresh = [self.table.slot(position) for position in range(self._mapped, end)]
         self._slots[self._mapped : end] = torch.tensor(fresh, device=self._slots.device)
         self._mapped = end
+
+
+class PagedBatch:
+    """One step of several sequences over one pool. The model uses it as a cache.
+
+    The step's tokens lie one after another, without padding: query_lens[0] tokens of caches[0],
+    then query_lens[1] tokens of caches[1], and so on. `positions` int64 [num_tokens] is each
+    token's position in its sequence, on the pool's device; `tables` is for paged attention.
+    """
+
+    def __init__(self, caches: Sequence[PagedKVCache], query_lens: Sequence[int]) -> None:
+        """Reserve the blocks for query_lens[i] more tokens in caches[i], for all i or for none.
+
+        Raises KVCacheExhausted, and leaves every table as it was, if too few blocks are free.
+        Raises ValueError for no caches, a number of query_lens that differs, a query_len below 1,
+        a cache that is given twice, and caches of different pools.
+        """
+        _check_step(caches, query_lens)
+        self._caches, self._pool = tuple(caches), caches[0].pool
+        self._starts = [cache.seq_len for cache in caches]
+        self._ends = [start + n for start, n in zip(self._starts, query_lens, strict=True)]
+        self._reserve()
+        self.tables = self._tables(query_lens)
+        rows = torch.arange(sum(query_lens), device=self._pool.k.device)
+        self.positions = self.tables.positions_of(rows)
+        self._slots = self.tables.slots_of(self.tables.sequences_of(rows), self.positions)
+
+    def paged_attention(
+        self,
+        layer: int,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        q: torch.Tensor,
+        n_rep: int,
+        scale: float | None = None,
+    ) -> torch.Tensor:
+        """Write this step's k and v of one layer, then compute attention of q, all in one launch.
+
+        k, v [1, n_kv, num_tokens, head_dim]; q [1, n_q, num_tokens, head_dim] -> q's shape. n_rep
+        and scale as for paged_attention_reference. Raises ValueError for another number of tokens,
+        and the errors of paged_attention_batch_dispatch.
+        """
+        num_tokens = len(self.positions)
+        for name, x in (("k", k), ("v", v), ("q", q)):
+            if x.dim() != 4 or x.shape[0] != 1 or x.shape[2] != num_tokens:
+                raise ValueError(
+                    f"{name} must be [1, heads, {num_tokens}, head_dim] as this step has "
+                    f"{num_tokens} tokens, got {list(x.shape)}"
+                )
+        k_pool, v_pool = self._pool.k[layer], self._pool.v[layer]
+        k_pool.index_copy_(0, self._slots, k[0].transpose(0, 1))
+        v_pool.index_copy_(0, self._slots, v[0].transpose(0, 1))
+        queries = q[0].transpose(0, 1)  # [num_tokens, n_q, head_dim]
+        out = paged_attention_batch_dispatch(queries, k_pool, v_pool, self.tables, n_rep, scale)
+        return out.transpose(0, 1)[None]
+
+    def commit(self) -> None:
+        """Advance the length of every cache, after all layers of the step have run.
+
+        The forward pass itself changes no length, because a replayed CUDA graph runs no Python.
+        Raises ValueError, and advances no length, if a cache was advanced or freed since the batch
+        was made: the batch stands for one step.
+        """
+        for i, (cache, start, end) in enumerate(
+            zip(self._caches, self._starts, self._ends, strict=True)
+        ):
+            if cache.seq_len != start or cache.table.capacity < end:
+                raise ValueError(
+                    f"sequence {i} had {start} tokens when this batch was made, and was advanced "
+                    f"or freed since: its length is {cache.seq_len}"
+                )
+        for cache, end in zip(self._caches, self._ends, strict=True):
+            cache.seq_len = end
+
+    def _reserve(self) -> None:
+        """Take the blocks of all sequences in one call of the allocator, then share them out."""
+        size = self._pool.allocator.block_size
+        missing = [
+            max(0, -(-end // size) - len(cache.table.blocks))
+            for cache, end in zip(self._caches, self._ends, strict=True)
+        ]
+        blocks = self._pool.allocator.allocate_for(sum(missing) * size)
+        for cache, stop, n in zip(self._caches, accumulate(missing), missing, strict=True):
+            cache.table.blocks += blocks[stop - n : stop]
+
+    def _tables(self, query_lens: Sequence[int]) -> PagedTables:
+        size = self._pool.allocator.block_size
+        width = -(-max(self._ends) // size)
+        rows = [cache.table.blocks[:width] for cache in self._caches]
+        as_int32 = {"dtype": torch.int32, "device": self._pool.k.device}
+        return PagedTables(
+            # block 0 stands in the entries that no token needs
+            block_tables=torch.tensor([row + [0] * (width - len(row)) for row in rows], **as_int32),
+            kv_lens=torch.tensor(self._ends, **as_int32),
+            query_starts=torch.tensor([0, *accumulate(query_lens)], **as_int32),
+            block_size=size,
+            max_query_len=max(query_lens),
+            max_kv_len=max(self._ends),
+        )
+
+
+def _check_step(caches: Sequence[PagedKVCache], query_lens: Sequence[int]) -> None:
+    """Raise a ValueError for caches and query_lens that are no step of distinct sequences."""
+    if len(caches) != len(query_lens) or not caches:
+        raise ValueError(
+            "a batch needs at least one cache and a query_len for each, got "
+            f"{len(caches)} caches and {len(query_lens)} query_lens"
+        )
+    seen: dict[int, int] = {}
+    for i, (cache, query_len) in enumerate(zip(caches, query_lens, strict=True)):
+        if query_len < 1:
+            raise ValueError(f"sequence {i} has query_len {query_len}, and must have at least 1")
+        if cache.pool is not caches[0].pool:
+            raise ValueError(f"sequences 0 and {i} lie in different pools")
+        first = seen.setdefault(id(cache), i)
+        if first != i:
+            raise ValueError(f"sequences {first} and {i} are the same cache")

@@ -403,7 +403,8 @@ def _bench_cache(
 @course_app.command()
 def start(
     day: Annotated[
-        int | None, typer.Argument(help="Only this day; without it, all missing days.")
+        str | None,
+        typer.Argument(help="Only this day, as in 3 or appendix_a; without it, all missing days."),
     ] = None,
 ) -> None:
     """Copy the days that are not in work/ yet. Existing files are never changed."""
@@ -415,7 +416,9 @@ def start(
 
 
 @course_app.command()
-def reset(day: Annotated[int, typer.Argument(help="The number of the day.")]) -> None:
+def reset(
+    day: Annotated[str, typer.Argument(help="The number of the day, or appendix_a.")],
+) -> None:
     """Make a fresh copy of a day; your old copy stays beside it."""
     from nanoserve.course import store
 

@@ -7,7 +7,8 @@ from random import Random
 import torch
 
 from nanoserve.kernels.dispatch import launch
-from nanoserve.kernels.reference import paged_attention_reference, tolerance
+from nanoserve.kernels.reference import PagedTables, paged_attention_reference, tolerance
+from nanoserve.layers import sdpa
 
 
 @dataclass(frozen=True)
@@ -241,3 +242,116 @@ def with_out_laid_out(kernel: object, random: Random, tensors: tuple) -> torch.T
     args[4], args[14:16] = out, out.stride()[1:3]
     kernel[given["grid"]](*args, **given["meta"])
     return out
+
+
+# The backends that run on a CPU without TRITON_INTERPRET=1
+BACKENDS = ("reference", "tlsim")
+# (query_len, kv_len) of each sequence of a launch; (1, 0) is a padded row
+MIXED = ((40, 40), (7, 40), (1, 100))  # a prefill, a chunk after 33 tokens, a decode after 99
+BATCHES = {
+    "mixed": MIXED,
+    "decodes": ((1, 1), (1, 64), (1, 37), (1, 5)),
+    "prefills": ((3, 3), (17, 17), (1, 1)),
+    "chunks": ((5, 37), (16, 48), (2, 3)),
+    "one sequence": ((4, 21),),
+    "padded rows": ((1, 33), (1, 0), (1, 7), (1, 0)),
+}
+
+
+def ragged(
+    steps: tuple[tuple[int, int], ...],
+    block_size: int = 16,
+    heads: tuple[int, int] = (6, 2),
+    head_dim: int = 8,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    empty: float = torch.nan,
+    seed: int = 0,
+    extra_blocks: int = 0,
+) -> tuple[tuple, torch.Tensor]:
+    """((q, k_pool, v_pool, tables, n_rep), expected) of one launch for these (query_len, kv_len).
+
+    Blocks are scattered over pools whose other slots hold `empty`. Entries of the block tables past
+    a sequence's tokens name a block that holds `empty` only; `extra_blocks` adds such columns.
+    `expected` [num_tokens, n_q, head_dim] is sdpa over contiguous K and V, sequence by sequence,
+    and zeros for a padded row.
+    """
+    numbers = torch.Generator().manual_seed(seed)
+    n_q, n_kv = heads
+    widths = [-(-kv_len // block_size) for _, kv_len in steps]
+    order = torch.randperm(2 * sum(widths) + 3, generator=numbers)
+    pools = torch.full((2, len(order) * block_size, n_kv, head_dim), empty, dtype=dtype)
+    tables = torch.full((len(steps), max(*widths, 1) + extra_blocks), int(order[-1]))
+    rows, expected, taken = [], [], 0
+    for i, (query_len, kv_len) in enumerate(steps):
+        q = torch.randn(query_len, n_q, head_dim, generator=numbers).to(dtype)
+        kv = torch.randn(2, kv_len, n_kv, head_dim, generator=numbers).to(dtype)
+        blocks = order[taken : taken + widths[i]]
+        taken += widths[i]
+        tables[i, : widths[i]] = blocks
+        for position in range(kv_len):
+            block, offset = divmod(position, block_size)
+            pools[:, blocks[block] * block_size + offset] = kv[:, position]
+        rows.append(q)
+        if kv_len == 0:
+            expected.append(torch.zeros_like(q))
+            continue
+        k, v = kv.transpose(1, 2).contiguous().unsqueeze(1)  # each [1, n_kv, kv_len, head_dim]
+        expected.append(sdpa(q.transpose(0, 1)[None], k, v)[0].transpose(0, 1))
+    lens = torch.tensor([kv_len for _, kv_len in steps], dtype=torch.int32, device=device)
+    starts = torch.tensor([0, *(n for n, _ in steps)]).cumsum(0).to(device, torch.int32)
+    longest = [max(*pair, 1) for pair in zip(*steps, strict=True)]
+    found = PagedTables(tables.to(device, torch.int32), lens, starts, block_size, *longest)
+    pools = pools.to(device)
+    return (torch.cat(rows).to(device), *pools, found, n_q // n_kv), torch.cat(expected)
+
+
+def batch_laid_out(random: Random, dtype: torch.dtype = torch.float32) -> tuple:
+    """The arguments of a small batch, each tensor in a layout of its own, gaps filled with others.
+
+    Free slots hold 5, not NaN: a table or pool that is expanded repeats its first entry, and so
+    may name a free slot.
+    """
+    steps, lengths = [], random.choice([(1,), (1, 1, 4), (2, 7)])
+    for _ in range(random.randint(1, 4)):
+        query_len = random.choice(lengths)
+        steps.append((query_len, query_len + random.choice((0, 0, 1, 30))))
+    if random.random() < 0.3:
+        steps = steps[:1] * len(steps)
+    n_kv = random.randint(1, 3)
+    (q, k_pool, v_pool, tables, n_rep), _ = ragged(
+        tuple(steps),
+        block_size=random.choice((1, 3, 16)),
+        heads=(n_kv * random.randint(1, 3), n_kv),
+        head_dim=random.choice((8, 14, 16)),
+        dtype=dtype,
+        empty=5.0,
+        seed=random.getrandbits(32),
+        extra_blocks=random.choice((0, 2)),
+    )
+    q, k_pool, v_pool = (laid_out(random, x, torch.nan) for x in (q, k_pool, v_pool))
+    blocks = tables.block_tables.to(random.choice((torch.int32, torch.int64)))
+    views = {"block_tables": laid_out(random, blocks, 10**6, unit_last=False)}
+    for name in ("kv_lens", "query_starts"):
+        x = getattr(tables, name)
+        layouts = (laid_out(random, x, 10**6, unit_last=False) for _ in range(99))
+        views[name] = next(view for view in layouts if torch.equal(view, x))  # expanded: if equal
+    return q, k_pool, v_pool, replace(tables, **views), n_rep
+
+
+def compact_batch(arguments: tuple) -> tuple:
+    """The same arguments as contiguous copies, the block tables as int32."""
+    q, k_pool, v_pool, tables, n_rep = arguments
+    copies = [x.clone(memory_format=torch.contiguous_format) for x in (q, k_pool, v_pool)]
+    views = {
+        name: getattr(tables, name).int().clone(memory_format=torch.contiguous_format)
+        for name in ("block_tables", "kv_lens", "query_starts")
+    }
+    return *copies, replace(tables, **views), n_rep
+
+
+def assert_batch(out: torch.Tensor, expected: torch.Tensor) -> None:
+    """out equals the expected rows of a launch, within the tolerance of their dtype."""
+    assert (out.shape, out.dtype) == (expected.shape, expected.dtype)
+    atol, rtol = tolerance(expected.dtype)
+    torch.testing.assert_close(out.cpu(), expected, atol=atol, rtol=rtol)

@@ -1,4 +1,4 @@
-"""Mutation testing of the exercises: `python -m tests.mutants [dayNN ...] [--exercise NAME]`.
+"""Mutation testing of the exercises: `python -m tests.mutants [dayNN | appendix_a ...]`.
 
 The mutants of an exercise come from the package's own definition (`target`), from the reference
 answer (`solution`) and from the right answers in tests/course/right_answers/. The exercise's check
@@ -47,7 +47,7 @@ from typing import Any
 import torch
 
 from nanoserve.course import check
-from nanoserve.course.curriculum import DAYS
+from nanoserve.course.curriculum import ALL, Number, find, key
 from nanoserve.course.exercise import Exercise, locate
 from nanoserve.course.exercises import exercises_of
 from tests.mutation import Mutant, mutants_of
@@ -96,9 +96,9 @@ class Result:
 # answers -----------------------------------------------------------------------------------------
 
 
-def right_answers(day: int) -> dict[str, tuple[Callable, ...]]:
+def right_answers(day: Number) -> dict[str, tuple[Callable, ...]]:
     """RIGHT of tests/course/right_answers/dayNN.py: the exercise's name and its right answers."""
-    name = f"tests.course.right_answers.day{day:02d}"
+    name = f"tests.course.right_answers.{key(day)}"
     try:
         return dict(importlib.import_module(name).RIGHT)
     except ModuleNotFoundError as error:
@@ -195,7 +195,7 @@ def _limit(exercise: Exercise) -> float:
 # a process for each exercise ---------------------------------------------------------------------
 
 
-def worker(day: int, name: str, start: int) -> None:
+def worker(day: Number, name: str, start: int) -> None:
     """Print the number of mutants, then the number and result of each mutant, from `start` on."""
     results = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -208,7 +208,7 @@ def worker(day: int, name: str, start: int) -> None:
         print(json.dumps([number, fate]), file=results)
 
 
-def run_exercise(day: int, name: str) -> list[Result]:
+def run_exercise(day: Number, name: str) -> list[Result]:
     """All mutants of an exercise. A silent process is ended, and a new one continues after it."""
     exercise = _named(day, name)
     work = work_of(exercise, answers_of(exercise, right_answers(day).get(name, ())))
@@ -217,14 +217,14 @@ def run_exercise(day: int, name: str) -> list[Result]:
         before = len(told)
         ready, reason = _listen(day, name, before, told)
         if not ready:
-            raise RuntimeError(f"day{day:02d} {name}: the process ended before a mutant:\n{reason}")
+            raise RuntimeError(f"{key(day)} {name}: the process ended before a mutant:\n{reason}")
         if len(told) < len(work):
             told.append("crashed")
     pairs = zip(work, told, strict=True)
     return [Result(answer.label, mutant, fate) for (answer, mutant), fate in pairs]
 
 
-def _listen(day: int, name: str, start: int, told: list[str]) -> tuple[bool, str]:
+def _listen(day: Number, name: str, start: int, told: list[str]) -> tuple[bool, str]:
     """Add the results of one process to `told`. Returns whether it reached its first mutant."""
     command = [sys.executable, "-m", "tests.mutants", "--worker", str(day), name, str(start)]
     process = subprocess.Popen(
@@ -258,7 +258,7 @@ def _listen(day: int, name: str, start: int, told: list[str]) -> tuple[bool, str
     return ready, "".join(errors)[-2000:]
 
 
-def _named(day: int, name: str) -> Exercise:
+def _named(day: Number, name: str) -> Exercise:
     return next(exercise for exercise in exercises_of(day) if exercise.name == name)
 
 
@@ -276,8 +276,8 @@ def _bound_memory() -> None:
 # equivalents -------------------------------------------------------------------------------------
 
 
-def read_equivalents(day: int, folder: Path = EQUIVALENTS) -> list[dict[str, str]]:
-    path = folder / f"day{day:02d}.toml"
+def read_equivalents(day: Number, folder: Path = EQUIVALENTS) -> list[dict[str, str]]:
+    path = folder / f"{key(day)}.toml"
     return tomllib.loads(path.read_text("utf-8")).get("equivalent", []) if path.exists() else []
 
 
@@ -328,9 +328,9 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     if options.worker:
         day, name, start = options.worker
-        worker(int(day), name, int(start))
+        worker(find(day).number, name, int(start))
         return 0
-    days = [int(day.removeprefix("day")) for day in options.days] or [d.number for d in DAYS]
+    days = [find(day).number for day in options.days] or [info.number for info in ALL]
     jobs = [
         (day, exercise.name)
         for day in days
@@ -347,7 +347,7 @@ def main(arguments: list[str] | None = None) -> int:
             names = {exercise.name for exercise in exercises_of(day)}
             for entry in listed:
                 if entry.get("exercise") not in names:
-                    print(f"day{day:02d}: no exercise is called {entry.get('exercise')!r}")
+                    print(f"{key(day)}: no exercise is called {entry.get('exercise')!r}")
                     bad += 1
     with ThreadPoolExecutor(options.jobs) as pool:
         told = pool.map(lambda job: run_exercise(*job), jobs)
@@ -359,7 +359,7 @@ def main(arguments: list[str] | None = None) -> int:
             counts["too long"] = sum(result.fate == "too long" for result in results)
             totals[day] += counts
             bad += len(survivors) + len(complaints)
-            print(f"day{day:02d} {name}: {_told(counts)}", flush=True)
+            print(f"{key(day)} {name}: {_told(counts)}", flush=True)
             for result in survivors:
                 print(as_toml(name, result) if options.toml else _diff(result), flush=True)
             for complaint in complaints:

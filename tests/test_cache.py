@@ -17,6 +17,7 @@ from nanoserve.cache import (
     KVCacheExhausted,
     KVPool,
     NaiveKVCache,
+    PagedBatch,
     PagedKVCache,
 )
 from nanoserve.config import parse_config
@@ -855,6 +856,38 @@ class PagedMemory(RuleBasedStateMachine):
         for _ in range(tokens):
             for told in self.sequences:
                 self.feed(told, 1, 2, True)
+
+    @precondition(lambda self: self.sequences)
+    @rule(
+        which=st.lists(which, min_size=1, max_size=3),
+        tokens=st.lists(st.integers(1, 6), min_size=3, max_size=3),
+        finished=st.booleans(),
+    )
+    def a_step_of_a_batch(self, which, tokens, finished):
+        """All layers and the commit; or only the first layer: then the step must have no effect."""
+        chosen = list(dict.fromkeys(i % len(self.sequences) for i in which))
+        told, self.seed = [self.sequences[i] for i in chosen], self.seed + 1
+        caches, query_lens = [t.cache for t in told], tokens[: len(told)]
+        ends = [cache.seq_len + n for cache, n in zip(caches, query_lens, strict=True)]
+        missing = [self.missing(c.table, end) for c, end in zip(caches, ends, strict=True)]
+        if sum(missing) > self.free():
+            self.refused(KVCacheExhausted, lambda: PagedBatch(caches, query_lens))
+            return
+        batch, (k, v) = PagedBatch(caches, query_lens), both_layers(sum(query_lens), self.seed)
+        q = torch.randn(1, 6, k.shape[3], 8, generator=torch.Generator().manual_seed(7))
+        parts = [x.split(query_lens, dim=-2) for x in (k, v, q)]  # by sequence
+        for layer in range(1 + finished):
+            ours = batch.paged_attention(layer, k[layer], v[layer], q, 3).split(query_lens, dim=2)
+            for t, key, value, query, out in zip(told, *parts, ours, strict=True):
+                keys = torch.stack([*t.keys[layer], *key[layer, 0].unbind(1)], dim=1)[None]
+                values = torch.stack([*t.values[layer], *value[layer, 0].unbind(1)], dim=1)[None]
+                torch.testing.assert_close(out, sdpa(query, keys, values), atol=ATOL, rtol=RTOL)
+        if finished:
+            batch.commit()
+            for t, key, value in zip(told, *parts[:2], strict=True):
+                for layer in range(2):
+                    t.keys[layer] += key[layer, 0].unbind(1)
+                    t.values[layer] += value[layer, 0].unbind(1)
 
     def feed(self, told: Sequence, tokens: int, layers: int, fused: bool) -> None:
         cache, self.seed = told.cache, self.seed + 1

@@ -84,7 +84,8 @@ def run(monkeypatch, capfd) -> Callable[..., tuple[int, str, str]]:
         (["generate"], "Missing argument"),
         (["generat", "hi"], "No such command 'generat'"),
         (["course", "start", "99"], "there is no day 99"),
-        (["course", "reset", "99"], "there is no day 99"),
+        (["course", "reset", "99"], "there is no day 99: the days are 0 to 44, the appendix is A"),
+        (["course", "reset", "appendix_b"], "there is no day 'appendix_b'"),
         (["bench", "decode", "--model", "nope"], "unknown model 'nope'"),
         (["bench", "decode", "--tokens", "1"], "'--tokens'"),
         (["bench", "decode", "--rounds", "0"], "'--rounds'"),
@@ -603,4 +604,4 @@ def test_the_course_commands_copy_keep_and_report(run, tmp_path, monkeypatch):
     assert notebook.read_text() != "mine"
     code, out, _ = run("course", "status")
     assert code == 0
-    assert re.search(r"^day  1  The oracle comes first .*started$", out, re.MULTILINE)
+    assert re.search(r"^day  1 +The oracle comes first .*started$", out, re.MULTILINE)

@@ -9,13 +9,27 @@ from nanoserve.cache import KVPool, NaiveKVCache, PagedKVCache
 from nanoserve.kernels import tlsim
 from nanoserve.kernels.dispatch import (
     launch,
+    paged_attention_batch_dispatch,
     paged_attention_dispatch,
     paged_attention_tlsim,
     use_backend,
 )
 from nanoserve.kernels.paged_attention import paged_attention_kernel
-from nanoserve.kernels.reference import paged_attention_reference, tolerance
-from tests.attention_cases import call_laid_out, compact, laid_out, with_out_laid_out
+from nanoserve.kernels.reference import (
+    paged_attention_batch_reference,
+    paged_attention_reference,
+    tolerance,
+)
+from tests.attention_cases import (
+    BACKENDS,
+    assert_batch,
+    batch_laid_out,
+    call_laid_out,
+    compact,
+    compact_batch,
+    laid_out,
+    with_out_laid_out,
+)
 from tests.test_cache import CONFIG
 
 KERNEL = tlsim.jit(paged_attention_kernel)
@@ -77,6 +91,30 @@ def test_a_column_of_a_table_is_a_slot_mapping():
     column = torch.arange(40).view(20, 2)[:, 0]
     tensors = (q, k_pool, v_pool, column, 3)
     assert_same(paged_attention_dispatch(*tensors), tensors)
+
+
+@settings(max_examples=60, deadline=None)
+@given(random=st.randoms(use_true_random=False), dtype=DTYPES)
+def test_any_layout_of_a_batch_gives_what_contiguous_copies_give(random, dtype):
+    arguments = batch_laid_out(random, dtype)
+    expected = paged_attention_batch_reference(*compact_batch(arguments))
+    assert_batch(paged_attention_batch_reference(*arguments), expected)
+    for backend in BACKENDS:
+        with use_backend(backend):
+            assert_batch(paged_attention_batch_dispatch(*arguments), expected)
+
+
+@settings(max_examples=20, deadline=None)
+@given(random=st.randoms(use_true_random=False), which=st.sampled_from(range(3)))
+def test_a_head_dim_of_a_batch_that_is_not_contiguous_is_refused_by_name(random, which):
+    arguments = list(batch_laid_out(random))
+    x = arguments[which]
+    wide = torch.empty(*x.shape[:-1], 2 * x.shape[-1], dtype=x.dtype)[..., ::2]
+    arguments[which] = random.choice([wide.copy_(x), x[..., :1].expand_as(x)])
+    name = ("q", "k_pool", "v_pool")[which]
+    for backend in BACKENDS:
+        with use_backend(backend), pytest.raises(ValueError, match=f"{name}'s head_dim must be"):
+            paged_attention_batch_dispatch(*arguments)
 
 
 @settings(max_examples=20, deadline=None)

@@ -28,8 +28,8 @@ def point_above(info: DayInfo) -> None:
             shell.showtraceback((kind, error, trace), tb_offset=tb_offset)
             if kind is NameError and error.name in names_of(info):
                 show(
-                    f"Another cell of this day defines `{error.name}`. That cell has not run since "
-                    f"the kernel started. Run the cells above first: {ABOVE}."
+                    f"Another cell of this notebook defines `{error.name}`. That cell has not run "
+                    f"since the kernel started. Run the cells above first: {ABOVE}."
                 )
 
         shell.set_custom_exc((NameError,), tell)

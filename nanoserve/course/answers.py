@@ -13,6 +13,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from nanoserve.course import check as checking
+from nanoserve.course.curriculum import Number, find, key
 from nanoserve.course.exercise import CourseError, Exercise, locate
 from nanoserve.course.guard import Outcome, guarded, message_of
 from nanoserve.course.source import CannotSave, bare, module_source
@@ -30,7 +31,7 @@ class Answer:
     launches of the kernel.
     """
 
-    day: int
+    day: Number
     exercise: Exercise
     definition: Callable | None
     trouble: str = ""
@@ -40,9 +41,14 @@ class Answer:
         self.calls += 1
 
     @property
+    def name(self) -> str:
+        """The name in a sentence: "unpermute (Day 2)"."""
+        return f"{self.exercise.name} ({find(self.day).name})"
+
+    @property
     def told(self) -> str:
         """A sentence that says how often the engine called the answer."""
-        name = f"{self.exercise.name} (Day {self.day})"
+        name = self.name
         if not self.calls:
             return f"Your {name} was not called."
         times = "once" if self.calls == 1 else f"{self.calls:,} times"
@@ -53,7 +59,7 @@ class Answer:
         return f"Your {name} was {'launched' if launched else 'called'} {times}."
 
 
-def keep(day: int, exercise: Exercise, answer: Callable) -> str:
+def keep(day: Number, exercise: Exercise, answer: Callable) -> str:
     """Record that an answer passed, and save its source. Returns a sentence about the result.
 
     The saved copy is loaded and checked. It counts as saved only if it passes too.
@@ -76,7 +82,7 @@ def keep(day: int, exercise: Exercise, answer: Callable) -> str:
     return f"{progress.trouble} {told}" if progress.trouble else told
 
 
-def saved_answers(day: int, exercises: tuple[Exercise, ...]) -> list[Answer]:
+def saved_answers(day: Number, exercises: tuple[Exercise, ...]) -> list[Answer]:
     """Load the saved answers of a day that replace a part of the engine."""
     answers = []
     for exercise in exercises:
@@ -180,11 +186,11 @@ def _counting_launches(maker: type, answer: Answer) -> Callable:
     return counting
 
 
-def answer_path(day: int, name: str) -> Path:
-    return work_dir() / "answers" / f"day{day:02d}_{name}.py"
+def answer_path(day: Number, name: str) -> Path:
+    return work_dir() / "answers" / f"{key(day)}_{name}.py"
 
 
-def saved_path(day: int, exercise: Exercise) -> Path | None:
+def saved_path(day: Number, exercise: Exercise) -> Path | None:
     """The file of the saved answer, under the present or a former name; None if there is none."""
     paths = (answer_path(day, name) for name in exercise.names)
     return next((path for path in paths if path.exists()), None)
@@ -209,7 +215,7 @@ def load_answer(path: Path, *names: str) -> Callable:
     return found
 
 
-def _save(day: int, exercise: Exercise, answer: Callable) -> str | None:
+def _save(day: Number, exercise: Exercise, answer: Callable) -> str | None:
     """Save the answer. Returns None, or the reason why it was not saved."""
     called = getattr(answer, "__name__", "<nothing>")
     if called not in exercise.names:
@@ -218,7 +224,7 @@ def _save(day: int, exercise: Exercise, answer: Callable) -> str | None:
         body = module_source(answer)
     except CannotSave as error:
         return str(error)
-    head = f"# Day {day}, {exercise.name}: your answer, saved when it passed its check.\n\n"
+    head = f"# {find(day).name}, {exercise.name}: your answer, saved when it passed its check.\n\n"
 
     def accept(path: Path) -> str | None:
         loaded = guarded(lambda: load_answer(path, *exercise.names), exercise.limit)

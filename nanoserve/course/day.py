@@ -15,7 +15,7 @@ from nanoserve.course import check as checking
 from nanoserve.course import glossary as terms
 from nanoserve.course.above import point_above
 from nanoserve.course.compare import short
-from nanoserve.course.curriculum import DAYS, find
+from nanoserve.course.curriculum import ALL, Number, find
 from nanoserve.course.exercise import CourseError, Exercise
 from nanoserve.course.exercises import exercises_of, review_of, widgets_of
 from nanoserve.course.show import escaped, html_table, show, text_table
@@ -23,8 +23,8 @@ from nanoserve.course.show import escaped, html_table, show, text_table
 RUNGS = 3
 
 
-def day(number: int | str) -> Day:
-    """The workbench of a day: `today = day(2)`."""
+def day(number: Number) -> Day:
+    """The workbench of a day, `today = day(2)`, or of an appendix, `today = day("appendix_a")`."""
     today = Day(number)
     point_above(today.info)
     return today
@@ -33,7 +33,7 @@ def day(number: int | str) -> Day:
 class Day:
     """A day's workbench. A learner's mistake is shown in one output and raises no exception."""
 
-    def __init__(self, number: int | str) -> None:
+    def __init__(self, number: Number) -> None:
         self.info = find(number)
         self.number = self.info.number
         self.exercises: tuple[Exercise, ...] = exercises_of(self.number)
@@ -42,7 +42,7 @@ class Day:
         self._guesses: dict[str, float | str] = {}
 
     def __repr__(self) -> str:
-        return f"Day {self.number} · {self.info.title}"
+        return f"{self.info.name} · {self.info.title}"
 
     def check(self, answer: Callable, name: str | None = None) -> None:
         """Run an answer on every case of its exercise and show a table of the results.
@@ -56,7 +56,7 @@ class Day:
         if exercise is None:
             names = ", ".join(e.name for e in self.exercises) or "none"
             asked = wanted or short(answer)
-            show(f"Day {self.number} has no exercise {asked!r}. Its exercises: {names}.")
+            show(f"{self.info.name} has no exercise {asked!r}. Its exercises: {names}.")
         elif not callable(answer):
             show(f"Pass the function itself, without calling it: today.check({exercise.name})")
         else:
@@ -97,7 +97,7 @@ class Day:
         end, how often each was called. After the block the engine runs its own code again. At the
         end of `with today.mine() as calls:`, `calls` holds the number of calls by name.
         """
-        days = DAYS if everything else (self.info,)
+        days = ALL if everything else (self.info,)
         saved = [a for i in days for a in answers.saved_answers(i.number, exercises_of(i.number))]
         ready = [answer for answer in saved if answer.definition is not None]
         show(" ".join(self._before_mine(saved, everything)))
@@ -114,28 +114,25 @@ class Day:
             yield trouble
         broken = [answer for answer in saved if answer.definition is None]
         for answer in broken:
-            name = f"{answer.exercise.name} (Day {answer.day})"
-            yield f"Your {name} cannot be loaded: {answer.trouble}. Run its check once more."
+            yield f"Your {answer.name} cannot be loaded: {answer.trouble}. Run its check once more."
         parts = [e.name for e in self.exercises if e.target]
         beside = [e for e in self.exercises if not e.target]
         beside = [e.name for e in beside if answers.saved_path(self.number, e)]
         if beside and parts and not everything:
             yield f"Saved, but not a part of the engine: {', '.join(beside)}."
-        names = ", ".join(
-            f"{a.exercise.name} (Day {a.day})" for a in saved if a.definition is not None
-        )
+        names = ", ".join(answer.name for answer in saved if answer.definition is not None)
         if names:
             yield f"Running with your {names}."
         elif broken:
             yield "The engine runs with its own code."
         elif not parts and not everything:
             yield (
-                f"No exercise of Day {self.number} is a part of the engine: "
+                f"No exercise of {self.info.name} is a part of the engine: "
                 "the engine runs with its own code."
             )
         else:
             which = ", ".join(parts) if beside and not everything else "answer"
-            when = "" if everything else f" of Day {self.number}"
+            when = "" if everything else f" of {self.info.name}"
             yield f"No saved {which}{when} yet: the engine runs with its own code."
 
     def predict(
@@ -173,13 +170,13 @@ class Day:
         lines += [progress.trouble] if progress.trouble else []
         show("\n".join(lines) + note)
 
-    def guess(self, name: str, day: int | None = None) -> float | str | None:
+    def guess(self, name: str, day: Number | None = None) -> float | str | None:
         """The prediction made under this name, on this day or another, or None."""
         if day is None and name in self._guesses:
             return self._guesses[name]
-        return store.Progress.load().guess(self.number if day is None else day, name)
+        return store.Progress.load().guess(self.number if day is None else find(day).number, name)
 
-    def guess_text(self, name: str, day: int | None = None) -> str:
+    def guess_text(self, name: str, day: Number | None = None) -> str:
         """The prediction as text for a sentence: "3", "linear", or "none yet"."""
         guess = self.guess(name, day)
         return "none yet" if guess is None else _told(guess)
@@ -194,7 +191,7 @@ class Day:
         factories = widgets_of(self.number)
         if name not in factories:
             known = ", ".join(factories) or "none"
-            raise CourseError(f"day {self.number} has no widget {name!r}; its widgets: {known}")
+            raise CourseError(f"{self.info.name} has no widget {name!r}; its widgets: {known}")
         factories[name](**options).show(name)
 
     def data(self, name: str) -> Any:
@@ -206,7 +203,7 @@ class Day:
         """Show the week's questions, each with its answer folded."""
         questions = review_of(self.number)
         if not questions:
-            raise CourseError(f"day {self.number} has no review questions")
+            raise CourseError(f"{self.info.name} has no review questions")
         plain = [f"{i}. {q}\n   Answer: {a}" for i, (q, a) in enumerate(questions, 1)]
         rich = [
             f'<details style="margin:0.4em 0"><summary><b>{i}.</b> {escaped(q)}</summary>'

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from nanoserve.course.curriculum import Number, find, position
 from nanoserve.course.exercise import CourseError
 
 
 @dataclass(frozen=True)
 class Term:
-    """A term and its meaning. `day` is the first day that may use the term."""
+    """A term and its meaning. `day` is the first day, or the appendix, that may use the term."""
 
     term: str
     meaning: str
-    day: int
+    day: Number
 
 
 # One entry per term. An indented line continues the entry above it.
@@ -296,6 +297,14 @@ asynchronous: Started now and finished later: the program continues while the GP
 synchronise: To wait until a GPU has finished all its work.
 multiprocessor: One of the units of a GPU that run programs in parallel. An H200 has 132.
 """,
+    28: """
+ragged: With rows of different lengths. A ragged batch has sequences of different lengths.
+padding: Entries that fill a row up to the length of the longest row. Nothing uses their results.
+packed: Stored one after another without padding.
+chunk: A part of a prompt that one step computes. The rest comes in other steps.
+query_starts: For a packed batch, the row of q where the queries of each sequence start. One more
+    entry at the end gives the number of rows.
+block tables: For a batch, the block tables of all sequences as the rows of one tensor.
     31: """
 memory latency: The time from the request of a number in memory to its arrival.
 in flight: Requested from memory, and not yet arrived.
@@ -308,7 +317,7 @@ warp: 32 threads of a GPU that run in step. A program has one or more warps, whi
 }
 
 
-def _parsed(day: int, text: str) -> list[Term]:
+def _parsed(day: Number, text: str) -> list[Term]:
     entries = text.strip().replace("\n    ", " ").splitlines()
     return [Term(*entry.split(": ", 1), day) for entry in entries]
 
@@ -318,7 +327,7 @@ TERMS: tuple[Term, ...] = tuple(
 )
 
 
-def lookup(names: tuple[str, ...], day: int) -> list[Term]:
+def lookup(names: tuple[str, ...], day: Number) -> list[Term]:
     """The terms `names`, in that order. Without names, all terms that `day` defines.
 
     Raises CourseError for an unknown term and for a term that a later day defines.
@@ -331,7 +340,8 @@ def lookup(names: tuple[str, ...], day: int) -> list[Term]:
         term = known.get(name.lower())
         if term is None:
             raise CourseError(f"the glossary has no term {name!r}")
-        if term.day > day:
-            raise CourseError(f"{name!r} is defined on day {term.day}, after day {day}")
+        if position(term.day) > position(day):
+            first, now = find(term.day).name, find(day).name
+            raise CourseError(f"{first} defines {name!r}, and {first} comes after {now}")
         found.append(term)
     return found

@@ -1,15 +1,17 @@
 """Lands cells: the cells of the notebooks that hold the engine's definitions, word for word.
 
-A cell of a percent twin (notebooks/source/dayNN_name.py) whose first line is
+A cell of a percent twin (notebooks/source/dayNN_name.py, or appendix_a_name.py) whose first line is
 
     # lands in nanoserve/layers.py: rms_norm
     # until day 13: lands in nanoserve/layers.py: sdpa
+    # until appendix a: lands in nanoserve/kernels/tlsim/values.py: Block
 
 holds only definitions (functions, classes, constants) and their imports. `rewrite` writes the names
 after the last colon. The first kind of cell is compared with the package. A class may land in
 pieces: `class Model(Model):` and some methods. So the head of a class (decorators, class line,
 docstring, fields) and each of its methods are compared separately. The second kind of cell is not
-compared; the day that it names must land its definitions.
+compared; the day or appendix that it names must land its definitions. In the order of the course an
+appendix comes between the last day that it needs and the next day.
 
 Every definition of the engine lands exactly once, or is listed in untaught.txt until its day is
 written.
@@ -25,11 +27,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from nanoserve.course.curriculum import APPENDICES, Number, number_in, position
+from nanoserve.course.curriculum import name as name_of
+
 ROOT = Path(__file__).resolve().parents[2]
 EXEMPT = {"cli.py", "fetch.py", "gguf_file.py", "threads.py", "__init__.py", "__main__.py"}
 
 LINE = 100  # characters of a first line
-_MARK = re.compile(r"^# (?:until day (\d+): )?lands in (nanoserve/\S+?\.py)(?:: .*)?\s*$")
+_UNTIL = r"(?:until (day \d+|appendix [a-z]): )?"
+_MARK = re.compile(rf"^# {_UNTIL}lands in (nanoserve/\S+?\.py)(?:: .*)?\s*$")
 _CELL = re.compile(r"(?m)^(?=# %%)")
 
 
@@ -55,7 +61,7 @@ class LandsCell:
     number: int
     start: int
     target: str
-    until: int | None
+    until: Number | None
     source: str  # the text below the marker
 
     @property
@@ -63,24 +69,35 @@ class LandsCell:
         return f"{self.twin}, code cell {self.number} (line {self.start})"
 
     @property
-    def day(self) -> int:
+    def day(self) -> Number:
         return day_number(self.twin)
 
     def definitions(self) -> dict[str, Definition]:
         return definitions(self.source, self.where, cell=True)
 
 
-def day_number(name: str) -> int:
-    """7 for "day07_one_block"."""
-    match = re.match(r"day(\d+)_", name)
-    if match is None:
-        raise LandsError(f"{name}: a day's file is called dayNN_name")
-    return int(match[1])
+def day_number(file: str) -> Number:
+    """7 for "day07_one_block", "a" for "appendix_a_inside_tlsim"."""
+    number = number_in(file)
+    if number is None:
+        raise LandsError(f"{file}: a notebook is called dayNN_name or appendix_a_name")
+    if isinstance(number, str) and number not in (info.number for info in APPENDICES):
+        raise LandsError(f"{file}: the curriculum has no {name_of(number)}")
+    return number
 
 
 def twins(root: Path = ROOT) -> list[Path]:
-    """The percent twins, day 0 first."""
-    return sorted((root / "notebooks/source").glob("day*.py"))
+    """The percent twins: day 0 first, then the other days, then the appendices."""
+    return _of_the_course(root / "notebooks/source", ".py")
+
+
+def notebooks(root: Path = ROOT) -> list[Path]:
+    """The notebooks, in the order of `twins`."""
+    return _of_the_course(root / "notebooks", ".ipynb")
+
+
+def _of_the_course(folder: Path, ending: str) -> list[Path]:
+    return sorted(folder.glob(f"day*{ending}")) + sorted(folder.glob(f"appendix_*{ending}"))
 
 
 # Reading ----------------------------------------------------------------------------------------
@@ -189,10 +206,20 @@ def _split(twin_text: str, twin: str) -> Iterator[tuple[LandsCell | None, str]]:
         is_code = head.startswith("# %%") and not re.search(r"\[(markdown|md|raw)\]", head)
         number += is_code
         mark = _MARK.match(body.partition("\n")[0]) if is_code else None
-        until = int(mark[1]) if mark and mark[1] else None
+        until = _number(mark[1]) if mark and mark[1] else None
         source = body.partition("\n")[2].rstrip()
         yield (LandsCell(twin, number, line + 1, mark[2], until, source) if mark else None), chunk
         line += chunk.count("\n")
+
+
+def _number(words: str) -> Number:
+    """13 for "day 13", "a" for "appendix a"."""
+    kind, _, sign = words.partition(" ")
+    return int(sign) if kind == "day" else sign
+
+
+def _words(number: Number) -> str:
+    return name_of(number).lower()
 
 
 # Comparing --------------------------------------------------------------------------------------
@@ -229,6 +256,7 @@ def _read_engine(ledger: Ledger) -> None:
 
 def _read_twins(ledger: Ledger) -> None:
     for path in twins(ledger.root):
+        day_number(path.stem)
         ledger.cells += lands_cells(path.read_text(encoding="utf-8"), path.stem)
     for cell in ledger.cells:
         if cell.until is None:
@@ -262,16 +290,18 @@ def _check_promises(ledger: Ledger) -> None:
     for cell in ledger.cells:
         if cell.until is None:
             continue
-        if cell.until <= cell.day:
+        if isinstance(cell.until, str):
+            day_number(f"appendix_{cell.until}_")  # refuses an appendix that does not exist
+        if position(cell.until) <= position(cell.day):
             ledger.problems.append(
-                f"{cell.where}: until day {cell.until} is not later than its own day"
+                f"{cell.where}: until {_words(cell.until)} is not later than its own day"
             )
         later = [c for c in ledger.cells if c.day == cell.until and c.target == cell.target]
         held = {name for other in later for name in other.definitions()}
         for name in cell.definitions():
             if name not in held:
                 ledger.problems.append(
-                    f"{cell.where}: day {cell.until} lands no {name} in {cell.target}"
+                    f"{cell.where}: {_words(cell.until)} lands no {name} in {cell.target}"
                 )
 
 
@@ -329,7 +359,7 @@ def _named(chunk: str, twin: str, cell: LandsCell | None) -> str:
     """The cell with its definitions' names in its first line, if that line is generated."""
     head, _, body = chunk.partition("\n")
     if cell is not None:
-        until = "" if cell.until is None else f"until day {cell.until}: "
+        until = "" if cell.until is None else f"until {_words(cell.until)}: "
         mark, held = f"# {until}lands in {cell.target}", body.partition("\n")[2]
         names = list(definitions(held, cell.where, cell=True))
     elif is_folded(head):

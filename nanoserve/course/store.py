@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nanoserve.course.curriculum import DAYS, DayInfo, find
+from nanoserve.course.curriculum import ALL, DayInfo, Number, find, key, number_in
 from nanoserve.course.exercise import CourseError
 from nanoserve.course.exercises import exercises_of, module_of
 
@@ -23,7 +23,7 @@ FRESH = "nanoserve_fresh"  # a copy's metadata: the fingerprint of its cells whe
 
 @dataclass(frozen=True)
 class DayStatus:
-    """One day's line of `nanoserve course status`."""
+    """The line of a day or an appendix in `nanoserve course status`."""
 
     info: DayInfo
     out: bool  # the day is published
@@ -44,8 +44,9 @@ class DayStatus:
         return f"{len(self.passed)} of {self.total}" if self.total else ""
 
     def __str__(self) -> str:
-        line = f"day {self.info.number:>2}  {self.info.title:<30}  {self.count:<8}  {self.words}"
-        return line.rstrip()
+        number = self.info.number
+        name = self.info.name if self.info.is_appendix else f"day {number:>2}"
+        return f"{name:<10}  {self.info.title:<30}  {self.count:<8}  {self.words}".rstrip()
 
 
 def clone_dir() -> Path | None:
@@ -90,8 +91,9 @@ def lost_folder() -> str:
     return ""
 
 
-def start(day: int | str | None = None) -> list[Path]:
-    """Copy the notebooks of a day, or of all days, into work/. Existing files do not change.
+def start(day: Number | None = None) -> list[Path]:
+    """Copy the notebooks of a day, or of all days and appendices, into work/. Existing files do not
+    change.
 
     The copies have no outputs, except in cells tagged "keep". Returns the new copies.
     Raises CourseError for an unknown day, no notebooks, or a folder that cannot be written.
@@ -105,7 +107,7 @@ def start(day: int | str | None = None) -> list[Path]:
     return copied
 
 
-def reset(day: int | str) -> tuple[Path, Path | None]:
+def reset(day: Number) -> tuple[Path, Path | None]:
     """Make a fresh copy of a day; an old copy is renamed to dayNN_name.1.ipynb, .2, ...
 
     Returns the path of the fresh copy, and the new path of the old copy or None.
@@ -122,11 +124,11 @@ def reset(day: int | str) -> tuple[Path, Path | None]:
 
 
 def status() -> list[DayStatus]:
-    """For every day: is it out, is it started, which exercises are passed (optional ones not
-    counted)."""
+    """For every day and appendix: is it out, is it started, which exercises are passed (optional
+    ones not counted)."""
     clone, work, progress = clone_dir(), work_dir(), Progress.load()
     rows = []
-    for info in DAYS:
+    for info in ALL:
         exercises = [each for each in exercises_of(info.number) if not each.optional]
         noted = set(progress.passed(info.number))
         passed = tuple(e.name for e in exercises if noted.intersection(e.names))
@@ -175,18 +177,18 @@ class Progress:
         text = json.dumps(self.data, indent=1, sort_keys=True)
         write_atomically(work_dir() / "progress.json", text + "\n")
 
-    def passed(self, day: int) -> list[str]:
+    def passed(self, day: Number) -> list[str]:
         return self.data["passed"].get(str(day), [])
 
-    def add_passed(self, day: int, name: str) -> None:
+    def add_passed(self, day: Number, name: str) -> None:
         names = self.data["passed"].setdefault(str(day), [])
         if name not in names:
             names.append(name)
 
-    def guess(self, day: int, name: str) -> float | str | None:
+    def guess(self, day: Number, name: str) -> float | str | None:
         return self.data["predictions"].get(str(day), {}).get(name)
 
-    def set_guess(self, day: int, name: str, value: float | str) -> None:
+    def set_guess(self, day: Number, name: str, value: float | str) -> None:
         self.data["predictions"].setdefault(str(day), {})[name] = value
 
 
@@ -201,13 +203,15 @@ def _sound(data: Any) -> dict[str, Any]:
     raise ValueError("not a progress file")
 
 
-def _saved_names() -> list[tuple[int, str]]:
+def _saved_names() -> list[tuple[Number, str]]:
     """(day, exercise) of every saved answer, by the names of the files."""
     found = []
     with contextlib.suppress(OSError):
         for path in sorted((work_dir() / "answers").iterdir()):
-            if match := re.fullmatch(r"day(\d+)_(\w+)\.py", path.name):
-                found.append((int(match[1]), match[2]))
+            number = number_in(path.name)
+            name = path.name.removeprefix(f"{key(number)}_") if number is not None else ""
+            if match := re.fullmatch(r"(\w+)\.py", name):
+                found.append((number, match[1]))
     return found
 
 
@@ -237,8 +241,8 @@ def writing(path: Path) -> Iterator[None]:
         raise CourseError(f"cannot write {path}: {reason}") from error
 
 
-def _notebooks(day: int | str | None) -> list[Path]:
-    infos = DAYS if day is None else (find(day),)
+def _notebooks(day: Number | None) -> list[Path]:
+    infos = ALL if day is None else (find(day),)
     clone = clone_dir()
     if clone is None:
         raise CourseError("no notebooks found: run this inside a clone of the nanoserve repository")
@@ -247,7 +251,7 @@ def _notebooks(day: int | str | None) -> list[Path]:
     if not found and day is None:
         raise CourseError(f"no notebooks found in {clone / 'notebooks'}")
     if not found:
-        raise CourseError(f"day {infos[0].number} ({infos[0].title}) is not out yet")
+        raise CourseError(f"{infos[0].name} ({infos[0].title}) is not out yet")
     return found
 
 

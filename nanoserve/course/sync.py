@@ -1,6 +1,6 @@
 """Updates lands cells and notebooks from the package and the twins: `make sync`.
 
-    python -m nanoserve.course.sync [dayNN ...] [--check] [--all] [--stamp OWNER/NAME]
+    python -m nanoserve.course.sync [dayNN | appendix_a ...] [--check] [--all] [--stamp OWNER/NAME]
 
 For each percent twin: its lands cells get the package's present text, and its notebook is built
 from the twin. The notebook runs from top to bottom if its code changed (always with --all). Its
@@ -41,7 +41,7 @@ WIDGET = "application/vnd.jupyter.widget-view+json"
 _PERSONAL = re.compile(
     r"(?<![\w.])(?:/(?:home|root|Users|tmp|work|mnt|opt|var|private|usr)/|[A-Z]:\\)\w[^\s'\"<]*"
 )
-_NOT_OUT = re.compile(r"(?m)^(\d+) .* not out yet$")  # a row of the map of days
+_NOT_OUT = re.compile(r"(?m)^(\d+|[A-Z]) .* not out yet$")  # a row of the map of days
 _ADDRESS = re.compile(r"\bat 0x[0-9A-Fa-f]{6,}")
 
 
@@ -112,10 +112,10 @@ def code_changed(new: NotebookNode, old: NotebookNode | None) -> bool:
 
 def map_is_old(notebook: NotebookNode, root: Path = ROOT) -> bool:
     """Whether a stored map of the days shows "not out yet" for a day that has a twin."""
-    out = {lands.day_number(twin.stem) for twin in twins(root)}
+    out = {str(lands.day_number(twin.stem)).upper() for twin in twins(root)}
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
     texts = [output.get("data", {}).get("text/plain", "") for output in outputs]
-    told = {int(day) for text in texts for day in _NOT_OUT.findall(text)}
+    told = {sign for text in texts for sign in _NOT_OUT.findall(text)}
     return bool(told & out)
 
 
@@ -228,7 +228,7 @@ def problems(root: Path = ROOT, only: tuple[str, ...] = ()) -> list[str]:
     """The list that `--check` prints: one line for each difference; empty if there is none."""
     found = lands.problems(root)
     known = {notebook_of(twin) for twin in twins(root)}
-    for stray in sorted(set((root / "notebooks").glob("day*.ipynb")) - known):
+    for stray in [path for path in lands.notebooks(root) if path not in known]:
         found.append(f"{stray.name} has no twin under notebooks/source")
     for twin in _selected(root, only):
         try:
@@ -291,7 +291,9 @@ def _selected(root: Path, only: tuple[str, ...]) -> list[Path]:
 
 def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
     parser = argparse.ArgumentParser(prog="sync", description="Keep twins and notebooks in step.")
-    parser.add_argument("days", nargs="*", help="days to update, such as day02; default: all")
+    parser.add_argument(
+        "days", nargs="*", help="days to update, such as day02 or appendix_a; default: all"
+    )
     parser.add_argument("--check", action="store_true", help="change nothing, list what differs")
     parser.add_argument("--stamp", metavar="OWNER/NAME", help="write the repository into the twins")
     parser.add_argument("--all", action="store_true", help="run unchanged notebooks too")

@@ -7,7 +7,7 @@ returns `figure_widget(draw, tokens=slider(1, 64, 8))`, and a notebook shows `to
 from __future__ import annotations
 
 import html
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -140,23 +140,31 @@ class FigureWidget:
 
 
 def progress_map(rows: Sequence[DayStatus]) -> tuple[str, str]:
-    """The days with their state, as (plain text, HTML)."""
-    cells = [(str(row.info.number), row.info.title, row.count, row.words) for row in rows]
+    """The days and the appendices with their state, as (plain text, HTML)."""
+    cells = [(row.info.sign, row.info.title, row.count, row.words) for row in rows]
     plain = text_table(("day", "title", "exercises", "state"), cells)
     parts = []
+    title = '<div style="margin:1em 0 0;font-weight:600">{}</div>'
+    days = [row for row in rows if not row.info.is_appendix]
     for phase, name in enumerate(PHASES):
-        parts.append(
-            f'<div style="margin:1em 0 0;font-weight:600">Phase {phase} · {html.escape(name)}</div>'
-        )
-        mine = [row for row in rows if row.info.phase == phase]
-        for week, days in groupby(mine, key=lambda row: row.info.week):
-            pills = "".join(map(_pill, days))
+        parts.append(title.format(f"Phase {phase} · {html.escape(name)}"))
+        mine = [row for row in days if row.info.phase == phase]
+        for week, its_days in groupby(mine, key=lambda row: row.info.week):
             heading = f"Week {week}" if week else "First of all"
-            parts.append(
-                f'<div style="margin:0.5em 0 0.2em;{QUIET}">{heading}</div>'
-                f'<div style="display:flex;flex-wrap:wrap;gap:6px">{pills}</div>'
-            )
+            parts.append(_row_of_pills(heading, its_days))
+    appendices = [row for row in rows if row.info.is_appendix]
+    for row in appendices:
+        needs = " and ".join(f"Day {day}" for day in row.info.needs)
+        parts += [title.format("Appendix")] if row is appendices[0] else []
+        parts.append(_row_of_pills(f"After {needs}, for those who want to know more", [row]))
     return plain, "".join(parts)
+
+
+def _row_of_pills(heading: str, rows: Iterable[DayStatus]) -> str:
+    return (
+        f'<div style="margin:0.5em 0 0.2em;{QUIET}">{heading}</div>'
+        f'<div style="display:flex;flex-wrap:wrap;gap:6px">{"".join(map(_pill, rows))}</div>'
+    )
 
 
 LINK = "color:var(--jp-content-link-color,#0072B2);text-decoration:underline"
@@ -165,7 +173,7 @@ LINK = "color:var(--jp-content-link-color,#0072B2);text-decoration:underline"
 def _pill(row: DayStatus) -> str:
     edge = {"done": GOOD, "started": "#56B4E9"}.get(row.words, "rgba(127,127,127,0.5)")
     quiet = ";opacity:0.65" if not row.out else ""
-    title = f"<b>{row.info.number}</b> {html.escape(row.info.title)}"
+    title = f"<b>{row.info.sign}</b> {html.escape(row.info.title)}"
     if row.out:
         title = f'<a href="{row.info.notebook}" style="{LINK}">{title}</a>'
     exercises = "exercise" if row.total == 1 else "exercises"

@@ -11,12 +11,17 @@ import torch
 
 from nanoserve.kernels import tlsim
 from nanoserve.kernels.paged_attention import paged_attention_kernel
-from nanoserve.kernels.reference import paged_attention_reference
+from nanoserve.kernels.reference import (
+    PagedTables,
+    paged_attention_batch_reference,
+    paged_attention_reference,
+)
 from nanoserve.kernels.sizes import next_power_of_2
 
 BACKENDS = ("triton", "tlsim", "reference")
 LEAST_CAPABILITY = (7, 5)  # that of a T4; Triton does not support older GPUs
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+INTEGERS = (torch.int32, torch.int64)  # of slots and block ids
 
 
 def has_triton() -> bool:
@@ -109,7 +114,106 @@ def check_attention(
     """
     if q.dim() != 4 or q.shape[0] != 1:
         raise ValueError(f"q must be [1, n_q, query_len, head_dim], got {list(q.shape)}")
-    _, n_q, query_len, head_dim = q.shape
+    _check_pools(q, k_pool, v_pool, n_rep)
+    if slot_mapping.dim() != 1 or slot_mapping.dtype not in INTEGERS:
+        raise ValueError(
+            "slot_mapping must be integers [kv_len], got "
+            f"{slot_mapping.dtype} {list(slot_mapping.shape)}"
+        )
+    query_len, kv_len = q.shape[2], len(slot_mapping)
+    if not 1 <= query_len <= kv_len:
+        raise ValueError(
+            f"q has {query_len} positions, and must have 1 to slot_mapping's kv_len, {kv_len}"
+        )
+    _check_devices(q, k_pool=k_pool, v_pool=v_pool, slot_mapping=slot_mapping)
+    if _reads_values(q, check_slots):
+        low, high = (int(slot) for slot in slot_mapping.aminmax())
+        if low < 0 or high >= len(k_pool):
+            wrong = low if low < 0 else high
+            raise ValueError(f"slot_mapping has slot {wrong}, but the pools have {len(k_pool)}")
+
+
+def check_batch(
+    q: torch.Tensor,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    tables: PagedTables,
+    n_rep: int,
+    check_tables: bool | None = None,
+) -> None:
+    """Raise a ValueError that names the argument if a kernel would compute a wrong result.
+
+    Arguments as for paged_attention_batch_reference. Checks shapes, dtypes, devices, the host
+    integers of the tables and head_dim's stride. Checks the values in the tables on a CPU only,
+    because reading them on a GPU waits for the GPU. `check_tables=True`, or
+    NANOSERVE_CHECK_SLOTS=1, checks them on a GPU too.
+    """
+    if q.dim() != 3 or len(q) == 0:
+        raise ValueError(
+            f"q must be [num_tokens, n_q, head_dim], of at least one token, got {list(q.shape)}"
+        )
+    _check_pools(q, k_pool, v_pool, n_rep)
+    blocks, kv_lens, starts = tables.block_tables, tables.kv_lens, tables.query_starts
+    if blocks.dim() != 2 or 0 in blocks.shape or blocks.dtype not in INTEGERS:
+        raise ValueError(
+            "block_tables must be integers [num_seqs, max_blocks], both at least 1, got "
+            f"{blocks.dtype} {list(blocks.shape)}"
+        )
+    num_seqs, max_blocks = blocks.shape
+    for name, x, length in (("kv_lens", kv_lens, num_seqs), ("query_starts", starts, num_seqs + 1)):
+        if x.shape != (length,) or x.dtype != torch.int32:
+            raise ValueError(
+                f"{name} must be int32 [{length}] as block_tables has {num_seqs} sequences, got "
+                f"{x.dtype} {list(x.shape)}"
+            )
+    for name in ("block_size", "max_query_len", "max_kv_len"):
+        value = getattr(tables, name)
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+    if tables.max_kv_len > max_blocks * tables.block_size:
+        raise ValueError(
+            f"max_kv_len is {tables.max_kv_len}, but block_tables has room for {max_blocks} blocks "
+            f"of {tables.block_size} tokens"
+        )
+    tensors = {"block_tables": blocks, "kv_lens": kv_lens, "query_starts": starts}
+    _check_devices(q, k_pool=k_pool, v_pool=v_pool, **tensors)
+    if _reads_values(q, check_tables):
+        _check_tables(tables, len(q), len(k_pool))
+
+
+def _check_tables(tables: PagedTables, num_tokens: int, num_slots: int) -> None:
+    """Check the values in tables: for num_tokens queries, and pools of num_slots slots."""
+    starts, kv_lens = tables.query_starts.tolist(), tables.kv_lens.tolist()
+    if starts[0] != 0 or starts[-1] != num_tokens:
+        raise ValueError(
+            f"query_starts goes from {starts[0]} to {starts[-1]}, and must go from 0 to q's "
+            f"{num_tokens} tokens"
+        )
+    for i, kv_len in enumerate(kv_lens):
+        query_len = starts[i + 1] - starts[i]
+        for name, value in (("query_len", query_len), ("kv_len", kv_len)):
+            bound = getattr(tables, f"max_{name}")
+            if not 0 <= value <= bound:
+                raise ValueError(
+                    f"sequence {i} has {name} {value}, and must have 0 to max_{name}, {bound}"
+                )
+        if query_len > kv_len > 0:  # kv_len 0 is a padded row
+            raise ValueError(f"sequence {i} has query_len {query_len}, more than kv_len {kv_len}")
+    num_blocks, blocks = num_slots // tables.block_size, tables.block_tables
+    firsts = torch.arange(blocks.shape[1], device=blocks.device) * tables.block_size
+    used = firsts < tables.kv_lens[:, None]  # the entries past a sequence's tokens may be anything
+    wrong = ((blocks < 0) | (blocks >= num_blocks)) & used
+    if wrong.any():
+        sequence, index = wrong.nonzero()[0].tolist()
+        raise ValueError(
+            f"block_tables has block {int(blocks[sequence, index])} for sequence {sequence}, but "
+            f"the pools have {num_blocks} blocks of {tables.block_size} slots"
+        )
+
+
+def _check_pools(q: torch.Tensor, k_pool: torch.Tensor, v_pool: torch.Tensor, n_rep: int) -> None:
+    """Check the pools and n_rep against q [..., n_q, ..., head_dim], n_q being q's second axis."""
+    n_q, head_dim = q.shape[1], q.shape[-1]
     for name, pool in (("k_pool", k_pool), ("v_pool", v_pool)):
         if pool.dim() != 3 or pool.shape[2] != head_dim:
             raise ValueError(
@@ -120,19 +224,9 @@ def check_attention(
         raise ValueError(
             f"k_pool and v_pool must have one shape, got {list(k_pool.shape)}, {list(v_pool.shape)}"
         )
-    num_slots, n_kv, _ = k_pool.shape
+    n_kv = k_pool.shape[1]
     if n_q != n_kv * n_rep:
         raise ValueError(f"n_rep {n_rep} does not fit {n_q} query heads and {n_kv} KV heads")
-    if slot_mapping.dim() != 1 or slot_mapping.dtype not in (torch.int64, torch.int32):
-        raise ValueError(
-            "slot_mapping must be integers [kv_len], got "
-            f"{slot_mapping.dtype} {list(slot_mapping.shape)}"
-        )
-    kv_len = len(slot_mapping)
-    if not 1 <= query_len <= kv_len:
-        raise ValueError(
-            f"q has {query_len} positions, and must have 1 to slot_mapping's kv_len, {kv_len}"
-        )
     if q.dtype not in DTYPES:
         raise ValueError(f"q must be float32, float16 or bfloat16, got {q.dtype}")
     for name, x in (("q", q), ("k_pool", k_pool), ("v_pool", v_pool)):
@@ -140,16 +234,19 @@ def check_attention(
             raise ValueError(f"{name} and q must have one dtype, got {x.dtype} and {q.dtype}")
         if x.stride(-1) != 1:
             raise ValueError(f"{name}'s head_dim must be contiguous, got stride {x.stride(-1)}")
-    for name, x in (("k_pool", k_pool), ("v_pool", v_pool), ("slot_mapping", slot_mapping)):
+
+
+def _check_devices(q: torch.Tensor, **tensors: torch.Tensor) -> None:
+    for name, x in tensors.items():
         if x.device != q.device:
             raise ValueError(f"{name} is on {x.device}, but q is on {q.device}")
-    if check_slots is None:
-        check_slots = q.device.type == "cpu" or os.environ.get("NANOSERVE_CHECK_SLOTS") == "1"
-    if check_slots:
-        low, high = (int(slot) for slot in slot_mapping.aminmax())
-        if low < 0 or high >= num_slots:
-            wrong = low if low < 0 else high
-            raise ValueError(f"slot_mapping has slot {wrong}, but the pools have {num_slots}")
+
+
+def _reads_values(q: torch.Tensor, asked: bool | None) -> bool:
+    """Whether to read slots or tables on the host: on a CPU, or if the caller or the user asks."""
+    if asked is not None:
+        return asked
+    return q.device.type == "cpu" or os.environ.get("NANOSERVE_CHECK_SLOTS") == "1"
 
 
 def launch(
@@ -255,3 +352,21 @@ def paged_attention_dispatch(
         return paged_attention_tlsim(q, k_pool, v_pool, slot_mapping, n_rep, scale)
     check_attention(q, k_pool, v_pool, slot_mapping, n_rep)
     return paged_attention_reference(q, k_pool, v_pool, slot_mapping, n_rep, scale)
+
+
+def paged_attention_batch_dispatch(
+    q: torch.Tensor,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    tables: PagedTables,
+    n_rep: int,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Paged attention of many sequences, by the backend that select_backend chooses.
+
+    Arguments and result as for paged_attention_batch_reference; every backend's result is within
+    `tolerance` of the reference's. Raises ValueError as check_batch and select_backend do.
+    """
+    select_backend(q.device)
+    check_batch(q, k_pool, v_pool, tables, n_rep)
+    return paged_attention_batch_reference(q, k_pool, v_pool, tables, n_rep, scale)

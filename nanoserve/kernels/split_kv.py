@@ -1,4 +1,4 @@
-"""Paged attention of a ragged batch: heads packed in a tile, keys shared among programs, a merge."""
+"""Paged attention of a ragged batch: heads packed in a tile, the history split, a merge."""
 
 try:
     import triton
@@ -11,39 +11,34 @@ except ImportError:  # macOS and Windows have no Triton: tlsim replaces it
 @triton.jit
 def load_queries(
     q_ptr,
-    start_ptr,
-    kv_len_ptr,
-    seq,
-    first,
-    kv_head,
-    scale,
     q_token,
     q_head,
+    start_ptr,
+    seq,
+    first,
+    kv_len,
     N_REP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """The queries of a sequence from `first` on, of the heads that share a KV head, one per row.
+    """A tile of queries: one row for each query from `first` on and each head of the KV head.
 
-    Returns q [ROWS, BLOCK_D] in float32, scaled; and for each row the result's index in a
-    contiguous [num_tokens, n_q], whether the row is used, and the number of keys it sees.
+    Returns q [ROWS, BLOCK_D]; and [ROWS] the row's index in a contiguous [num_tokens, n_q], whether
+    the row is in use, and the number of keys that its query sees.
     """
     begin = tl.load(start_ptr + seq)
     query_len = tl.load(start_ptr + seq + 1) - begin
     row = tl.arange(0, ROWS)
     query = first + row // N_REP
     used = (row < ROWS // N_REP * N_REP) & (query < query_len)
-    sees = tl.load(kv_len_ptr + seq) - query_len + query + 1
+    sees = kv_len - query_len + query + 1
     token = (begin + query).to(tl.int64)
-    head = kv_head * N_REP + row % N_REP
+    head = tl.program_id(0) * N_REP + row % N_REP
     dim = tl.arange(0, BLOCK_D)
-    q = tl.load(
-        q_ptr + (token * q_token + head * q_head)[:, None] + dim[None, :],
-        mask=used[:, None] & (dim < HEAD_DIM)[None, :],
-        other=0.0,
-    )
-    return q.to(tl.float32) * scale, token * (tl.num_programs(0) * N_REP) + head, used, sees
+    mask = used[:, None] & (dim < HEAD_DIM)[None, :]
+    q = tl.load(q_ptr + (token * q_token + head * q_head)[:, None] + dim[None, :], mask, 0.0)
+    return q, token * (tl.num_programs(0) * N_REP) + head, used, sees
 
 
 @triton.jit
@@ -53,51 +48,46 @@ def fold_keys(
     low,
     high,
     k_ptr,
-    v_ptr,
-    table_ptr,
     k_slot,
-    k_head,
+    v_ptr,
     v_slot,
-    v_head,
-    kv_head,
+    table_ptr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     LONG: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
-    """Streaming softmax to base 2 of the queries q [ROWS, BLOCK_D] over the keys from low to high.
+    """Fold the keys and values of the positions from low to high, TILE at a time.
 
-    Returns m, l [ROWS] and acc [ROWS, BLOCK_D]: the largest score, the sum of 2 ** (score - m), and
-    the sum of 2 ** (score - m) * value (Milakov and Gimelshein 2018).
+    q [ROWS, BLOCK_D], scaled by log2(e) too. Returns the streaming softmax to base 2 (Milakov and
+    Gimelshein 2018): m [ROWS], the largest score; l [ROWS], the sum of 2 ** (score - m); and acc
+    [ROWS, BLOCK_D], the sum of 2 ** (score - m) * value.
     """
-    ROWS: tl.constexpr = q.shape[0]
-    BLOCK_D: tl.constexpr = q.shape[1]
     q = q.to(k_ptr.dtype.element_ty)
     # Positions and channels past the end are clamped, so that no load of K and V needs a mask. The
     # scores of such positions are masked, and q is 0 in such channels.
-    channel = tl.arange(0, BLOCK_D)
-    if BLOCK_D > HEAD_DIM:  # else the compiler knows the addresses of a row to be consecutive
+    channel = tl.arange(0, q.shape[1])
+    if q.shape[1] > HEAD_DIM:  # otherwise the compiler knows that a row's addresses are consecutive
         channel = tl.minimum(channel, HEAD_DIM - 1)
     sees = tl.minimum(sees, high)
-    m = tl.full((ROWS,), -1e30, tl.float32)  # finite, so that m - m is 0 before the first key
-    l = tl.zeros((ROWS,), tl.float32)
-    acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
+    m = tl.full((q.shape[0],), -1e30, tl.float32)  # finite, so that m - m is 0 before the first key
+    l = tl.zeros((q.shape[0],), tl.float32)
+    acc = tl.zeros((q.shape[0], q.shape[1]), tl.float32)
     for start in range(low, high, TILE):
         position = start + tl.arange(0, TILE)
         held = tl.minimum(position, high - 1)
         slot = tl.load(table_ptr + held // BLOCK_SIZE) * BLOCK_SIZE + held % BLOCK_SIZE
         slot = slot.to(tl.int64) if LONG else slot.to(tl.int32)
-        k = tl.load(k_ptr + (slot * k_slot + kv_head * k_head)[:, None] + channel[None, :])
-        v = tl.load(v_ptr + (slot * v_slot + kv_head * v_head)[:, None] + channel[None, :])
+        k = tl.load(k_ptr + (slot * k_slot)[:, None] + channel[None, :])  # [TILE, BLOCK_D]
+        v = tl.load(v_ptr + (slot * v_slot)[:, None] + channel[None, :])
 
-        score = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [ROWS, TILE]
+        score = tl.dot(q, tl.trans(k), input_precision="ieee")  # [ROWS, TILE]; no TF32
         score = tl.where(position[None, :] < sees[:, None], score, float("-inf"))
         m_new = tl.maximum(m, tl.max(score, axis=1))
         alpha = tl.exp2(m - m_new)  # rescales the sums made with the old maximum
         p = tl.exp2(score - m_new[:, None])
         l = l * alpha + tl.sum(p, axis=1)
-        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
         m = m_new
     return m, l, acc
 
@@ -128,36 +118,52 @@ def packed_kernel(
     TILE: tl.constexpr,  # keys in one iteration of the loop
     SEQS: tl.constexpr,  # num_seqs, padded to a power of two; 1: every sequence has one tile
     LONG: tl.constexpr,  # whether offsets into the pools need 64 bits
-    PRECISION: tl.constexpr,  # of the products; "ieee" keeps float32 exact
 ):
     """Attention of one tile of queries for one KV head: each key is loaded once for all its heads.
 
     Programs: [n_kv, tiles]. KV heads come first, because those of one token lie side by side.
     """
     kv_head = tl.program_id(0)
+    QUERIES: tl.constexpr = ROWS // N_REP
     if SEQS == 1:
         seq = tl.program_id(1)
         first = 0
-    else:  # the tiles of sequence i start at starts[i] // QUERIES + i: enough for those before
+    else:  # the tiles of sequence i start at tile starts[i] // QUERIES + i
         i = tl.arange(0, SEQS)
-        tile = tl.load(start_ptr + i, mask=i < num_seqs, other=0) // (ROWS // N_REP) + i
-        mine = (i < num_seqs) & (tile <= tl.program_id(1))
-        seq = tl.sum(mine.to(tl.int32), axis=0) - 1
-        tile = tl.program_id(1) - tl.max(tl.where(mine, tile, 0), axis=0)
-        first = tile * (ROWS // N_REP)
+        tile = tl.load(start_ptr + i, mask=i < num_seqs, other=0) // QUERIES + i
+        reached = (i < num_seqs) & (tile <= tl.program_id(1))
+        seq = tl.sum(reached.to(tl.int32), axis=0) - 1
+        first = (tl.program_id(1) - tl.max(tl.where(reached, tile, 0), axis=0)) * QUERIES
+    kv_len = tl.load(kv_len_ptr + seq)
     q, row, used, sees = load_queries(
-        q_ptr, start_ptr, kv_len_ptr, seq, first, kv_head, scale, q_token, q_head,
-        N_REP, HEAD_DIM, BLOCK_D, ROWS,
-    )  # fmt: skip
-    m, l, acc = fold_keys(
-        q, sees, 0, tl.minimum(tl.load(kv_len_ptr + seq), tl.max(sees, axis=0)),
-        k_ptr, v_ptr, table_ptr + seq * table_seq, k_slot, k_head, v_slot, v_head,
-        kv_head, HEAD_DIM, BLOCK_SIZE, TILE, LONG, PRECISION,
-    )  # fmt: skip
-    dim = tl.arange(0, BLOCK_D)
+        q_ptr, q_token, q_head, start_ptr, seq, first, kv_len, N_REP, HEAD_DIM, BLOCK_D, ROWS
+    )
+    k, v, table = k_ptr + kv_head * k_head, v_ptr + kv_head * v_head, table_ptr + seq * table_seq
+    high = tl.minimum(kv_len, tl.max(sees, axis=0))  # no query of the tile sees a later key
+    q = q.to(tl.float32) * scale
+    _, l, acc = fold_keys(
+        q, sees, 0, high, k, k_slot, v, v_slot, table, HEAD_DIM, BLOCK_SIZE, TILE, LONG
+    )
     out = acc / tl.where(l == 0.0, 1.0, l)[:, None]  # without a key, the result is 0
+    dim = tl.arange(0, BLOCK_D)
     mask = used[:, None] & (dim < HEAD_DIM)[None, :]
     tl.store(out_ptr + (row * HEAD_DIM)[:, None] + dim[None, :], out, mask=mask)
+
+
+@triton.jit
+def share_keys(kv_len_ptr, num_seqs, workers, TILE: tl.constexpr, SEQS: tl.constexpr):
+    """The key tiles of all sequences, one after another, in equal shares for the workers.
+
+    Returns [SEQS] the number of each sequence's keys, its first tile, and the tile after its last;
+    then the number of tiles in all, and in a share. A sequence without keys has one tile, so that a
+    worker writes its result, 0.
+    """
+    i = tl.arange(0, SEQS)
+    kv_lens = tl.load(kv_len_ptr + i, mask=i < num_seqs, other=0)
+    tiles = tl.where(i < num_seqs, tl.maximum(tl.cdiv(kv_lens, TILE), 1), 0)
+    ends = tl.cumsum(tiles, axis=0)
+    total = tl.max(ends, axis=0)
+    return kv_lens, ends - tiles, ends, total, tl.cdiv(total, workers)
 
 
 @triton.jit
@@ -188,38 +194,39 @@ def split_kv_kernel(
     TILE: tl.constexpr,
     SEQS: tl.constexpr,  # num_seqs, padded to a power of two
     LONG: tl.constexpr,
-    PRECISION: tl.constexpr,
     OVERLAP: tl.constexpr,  # start the merge early (CUDA's programmatic dependent launch)
 ):
     """Attention of sequences whose queries fit in one tile. Every worker reads as many keys.
 
-    Programs: [n_kv, workers]. The key tiles of all sequences, one after another, are shared out
-    equally. A worker's share may end inside a sequence (Dao et al. 2023, Flash-Decoding; its
-    shares as in stream-K, Osama et al. 2023). Worker w's result for sequence s is part w + s.
+    Programs: [n_kv, workers]. A worker folds its share of the key tiles (as in stream-K, Osama et
+    al. 2023). A share may begin or end inside a sequence (as in Flash-Decoding, Dao et al. 2023):
+    then the result of worker w for sequence s is part w + s, for the merge.
     """
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
     kv_head, worker = tl.program_id(0), tl.program_id(1)
-    i, tiles, ends, share = share_keys(kv_len_ptr, num_seqs, tl.num_programs(1), TILE, SEQS)
+    workers = tl.num_programs(1)
+    kv_lens, begins, ends, total, share = share_keys(kv_len_ptr, num_seqs, workers, TILE, SEQS)
     low_tile = worker * share
-    high_tile = tl.minimum(low_tile + share, tl.max(ends, axis=0))
+    high_tile = tl.minimum(low_tile + share, total)
     first_seq = tl.sum((ends <= low_tile).to(tl.int32), axis=0)
-    last_seq = tl.sum((ends < high_tile).to(tl.int32), axis=0)
+    last_seq = tl.sum((ends < high_tile).to(tl.int32), axis=0) + 1
+    k, v = k_ptr + kv_head * k_head, v_ptr + kv_head * v_head
     dim = tl.arange(0, BLOCK_D)
-    for seq in range(first_seq, tl.where(low_tile < high_tile, last_seq + 1, first_seq)):
-        before = tl.sum(tl.where(i == seq, ends - tiles, 0), axis=0)  # tiles of earlier sequences
-        kv_len = tl.load(kv_len_ptr + seq)
-        low = tl.maximum(low_tile - before, 0) * TILE
-        high = tl.minimum((high_tile - before) * TILE, kv_len)
+    for seq in range(first_seq, tl.where(low_tile < high_tile, last_seq, first_seq)):
+        this = tl.arange(0, SEQS) == seq
+        kv_len = tl.sum(tl.where(this, kv_lens, 0), axis=0)
+        begin = tl.sum(tl.where(this, begins, 0), axis=0)
+        low = tl.maximum(low_tile - begin, 0) * TILE
+        high = tl.minimum((high_tile - begin) * TILE, kv_len)
         q, row, used, sees = load_queries(
-            q_ptr, start_ptr, kv_len_ptr, seq, 0, kv_head, scale, q_token, q_head,
-            N_REP, HEAD_DIM, BLOCK_D, ROWS,
-        )  # fmt: skip
+            q_ptr, q_token, q_head, start_ptr, seq, 0, kv_len, N_REP, HEAD_DIM, BLOCK_D, ROWS
+        )
+        q = q.to(tl.float32) * scale
+        table = table_ptr + seq * table_seq
         m, l, acc = fold_keys(
-            q, sees, low, high,
-            k_ptr, v_ptr, table_ptr + seq * table_seq, k_slot, k_head, v_slot, v_head,
-            kv_head, HEAD_DIM, BLOCK_SIZE, TILE, LONG, PRECISION,
-        )  # fmt: skip
+            q, sees, low, high, k, k_slot, v, v_slot, table, HEAD_DIM, BLOCK_SIZE, TILE, LONG
+        )
         out = acc / tl.where(l == 0.0, 1.0, l)[:, None]
         mask = used[:, None] & (dim < HEAD_DIM)[None, :]
         whole = (low == 0) & (high == kv_len)  # no other worker has a part of this sequence
@@ -230,68 +237,52 @@ def split_kv_kernel(
 
 
 @triton.jit
-def share_keys(kv_len_ptr, num_seqs, workers, TILE: tl.constexpr, SEQS: tl.constexpr):
-    """Each sequence's index, number of key tiles, and the sum of tiles up to its end: [SEQS]; and
-    the number of tiles in a worker's share."""
-    i = tl.arange(0, SEQS)
-    tiles = tl.cdiv(tl.load(kv_len_ptr + i, mask=i < num_seqs, other=0), TILE)
-    ends = tl.cumsum(tiles, axis=0)
-    return i, tiles, ends, tl.cdiv(tl.max(ends, axis=0), workers)
-
-
-@triton.jit
 def merge_kernel(
-    part_ptr,  # [workers + num_seqs, n_kv, rows, head_dim]
-    lse_ptr,  # [workers + num_seqs, n_kv, rows]
-    kv_len_ptr,
-    start_ptr,
-    out_ptr,  # [num_tokens, n_q, head_dim]
+    part_ptr,  # [workers + num_seqs, n_kv, ROWS, head_dim]
+    lse_ptr,  # [workers + num_seqs, n_kv, ROWS]
+    kv_len_ptr,  # [num_seqs]
+    start_ptr,  # [num_seqs + 1]
+    out_ptr,  # [num_tokens, n_q, head_dim], contiguous
     num_seqs,
-    workers,
     N_REP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     ROWS: tl.constexpr,
-    TILE: tl.constexpr,
+    TILE: tl.constexpr,  # TILE and SEQS as for split_kv_kernel
     SEQS: tl.constexpr,
     PARTS: tl.constexpr,  # parts in one iteration of the loop
     OVERLAP: tl.constexpr,
 ):
-    """Merge the parts of one row of a sequence: their mean, weighted by 2 ** lse.
+    """Merge the parts of one row: the mean of their results, weighted by 2 ** lse.
 
-    Programs: [n_kv, num_seqs, rows in use]. A sequence that one worker read whole has its result
-    already; a sequence without keys gets 0.
+    Programs: [n_kv, workers, rows in use]. The programs of worker w merge the sequence that begins
+    in w's share and ends in a later share, if there is one.
     """
+    kv_head, worker, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    workers = tl.num_programs(1)
+    _, begins, ends, _, share = share_keys(kv_len_ptr, num_seqs, workers, TILE, SEQS)
+    crosses = (begins // share == worker) & (begins < ends) & ((ends - 1) // share > worker)
+    seq = tl.max(tl.where(crosses, tl.arange(0, SEQS), -1), axis=0)
+    last = tl.max(tl.where(crosses, (ends - 1) // share + 1, worker), axis=0)
+    dim = tl.arange(0, BLOCK_D)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
-    kv_head, seq, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    i, tiles, ends, share = share_keys(kv_len_ptr, num_seqs, workers, TILE, SEQS)
-    end = tl.sum(tl.where(i == seq, ends, 0), axis=0)
-    begin = end - tl.sum(tl.where(i == seq, tiles, 0), axis=0)
-    share = tl.maximum(share, 1)
-    first = begin // share  # the workers that read a part of the sequence
-    last = tl.where(begin < end, (end - 1) // share + 1, first)
-    dim = tl.arange(0, BLOCK_D)
     m = tl.full((1,), -1e30, tl.float32)
     l = tl.zeros((1,), tl.float32)
     acc = tl.zeros((BLOCK_D,), tl.float32)
-    for start in range(first, last, PARTS):
-        worker = start + tl.arange(0, PARTS)
-        part = ((worker + seq) * tl.num_programs(0) + kv_head).to(tl.int64) * ROWS + row
-        lse = tl.load(lse_ptr + part, mask=worker < last, other=float("-inf"))
-        result = tl.load(
-            part_ptr + (part * HEAD_DIM)[:, None] + dim[None, :],
-            mask=(worker < last)[:, None] & (dim < HEAD_DIM)[None, :],
-            other=0.0,
-        )
+    for start in range(worker, last, PARTS):
+        other = start + tl.arange(0, PARTS)
+        part = ((other + seq) * tl.num_programs(0) + kv_head).to(tl.int64) * ROWS + row
+        lse = tl.load(lse_ptr + part, mask=other < last, other=float("-inf"))
+        mask = (other < last)[:, None] & (dim < HEAD_DIM)[None, :]
+        out = tl.load(part_ptr + (part * HEAD_DIM)[:, None] + dim[None, :], mask, 0.0)
         m_new = tl.maximum(m, tl.max(lse, axis=0))
         alpha, weight = tl.exp2(m - m_new), tl.exp2(lse - m_new)
         l = l * alpha + tl.sum(weight, axis=0)
-        acc = acc * alpha + tl.sum(weight[:, None] * result, axis=0)
+        acc = acc * alpha + tl.sum(weight[:, None] * out, axis=0)
         m = m_new
-    begin, end = tl.load(start_ptr + seq), tl.load(start_ptr + seq + 1)
-    token = begin + row // N_REP
-    head = kv_head * N_REP + row % N_REP
-    out = out_ptr + (token.to(tl.int64) * (tl.num_programs(0) * N_REP) + head) * HEAD_DIM + dim
-    mask = (dim < HEAD_DIM) & (token < end) & (last - first != 1)
-    tl.store(out, acc / tl.where(l == 0.0, 1.0, l), mask=mask)
+    seq = tl.maximum(seq, 0)
+    token = tl.load(start_ptr + seq) + row // N_REP
+    mask = (dim < HEAD_DIM) & (token < tl.load(start_ptr + seq + 1)) & (last > worker)
+    index = token.to(tl.int64) * (tl.num_programs(0) * N_REP) + kv_head * N_REP + row % N_REP
+    tl.store(out_ptr + index * HEAD_DIM + dim, acc / tl.where(l == 0.0, 1.0, l), mask=mask)

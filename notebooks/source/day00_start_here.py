@@ -103,7 +103,8 @@ today.hint()
 # %% [markdown]
 # ## The map
 #
-# Most days take 30 to 60 minutes. The days build on one another, and each also runs by itself.
+# Most days take 30 to 60 minutes. The days build on one another, and each also runs by itself. An
+# appendix holds the parts of a day that you can skip: open it if you want to know more.
 
 # %% tags=["nbval-ignore-output"]
 today.progress()

@@ -150,6 +150,7 @@ class PagedKVCache:
     @property
     def slot_mapping(self) -> torch.Tensor:
         """The slot of each token held, oldest first: int64 [seq_len], on the pool's device."""
+        self._map(self.seq_len)  # adds the slots of tokens that came without it
         return self._slots[: self.seq_len]
 
     def _map(self, end: int) -> None:

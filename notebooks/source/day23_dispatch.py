@@ -290,12 +290,14 @@ except tlsim.KernelError as error:
 # %% [markdown]
 # So the host checks, and each message names the argument and both numbers. Read the end of the cell too:
 # the **values** of the slots are checked on the CPU alone. On a GPU such a check would wait for all
-# the work that is queued there, in every layer of every token; there it runs on request.
+# the work that is queued there, in every layer of every token; there it runs on request. Three helpers stand
+# apart from `check_attention`, because another function calls them too, on Day 28.
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/kernels/dispatch.py: DTYPES, check_attention
+# lands in nanoserve/kernels/dispatch.py: DTYPES, INTEGERS, check_attention
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+INTEGERS = (torch.int32, torch.int64)  # of slots and block ids
 
 
 def check_attention(
@@ -314,7 +316,28 @@ def check_attention(
     """
     if q.dim() != 4 or q.shape[0] != 1:
         raise ValueError(f"q must be [1, n_q, query_len, head_dim], got {list(q.shape)}")
-    _, n_q, query_len, head_dim = q.shape
+    _check_pools(q, k_pool, v_pool, n_rep)
+    if slot_mapping.dim() != 1 or slot_mapping.dtype not in INTEGERS:
+        raise ValueError(
+            "slot_mapping must be integers [kv_len], got "
+            f"{slot_mapping.dtype} {list(slot_mapping.shape)}"
+        )
+    query_len, kv_len = q.shape[2], len(slot_mapping)
+    if not 1 <= query_len <= kv_len:
+        raise ValueError(
+            f"q has {query_len} positions, and must have 1 to slot_mapping's kv_len, {kv_len}"
+        )
+    _check_devices(q, k_pool=k_pool, v_pool=v_pool, slot_mapping=slot_mapping)
+    if _reads_values(q, check_slots):
+        low, high = (int(slot) for slot in slot_mapping.aminmax())
+        if low < 0 or high >= len(k_pool):
+            wrong = low if low < 0 else high
+            raise ValueError(f"slot_mapping has slot {wrong}, but the pools have {len(k_pool)}")
+
+
+def _check_pools(q: torch.Tensor, k_pool: torch.Tensor, v_pool: torch.Tensor, n_rep: int) -> None:
+    """Check the pools and n_rep against q [..., n_q, ..., head_dim], n_q being q's second axis."""
+    n_q, head_dim = q.shape[1], q.shape[-1]
     for name, pool in (("k_pool", k_pool), ("v_pool", v_pool)):
         if pool.dim() != 3 or pool.shape[2] != head_dim:
             raise ValueError(
@@ -325,19 +348,9 @@ def check_attention(
         raise ValueError(
             f"k_pool and v_pool must have one shape, got {list(k_pool.shape)}, {list(v_pool.shape)}"
         )
-    num_slots, n_kv, _ = k_pool.shape
+    n_kv = k_pool.shape[1]
     if n_q != n_kv * n_rep:
         raise ValueError(f"n_rep {n_rep} does not fit {n_q} query heads and {n_kv} KV heads")
-    if slot_mapping.dim() != 1 or slot_mapping.dtype not in (torch.int64, torch.int32):
-        raise ValueError(
-            "slot_mapping must be integers [kv_len], got "
-            f"{slot_mapping.dtype} {list(slot_mapping.shape)}"
-        )
-    kv_len = len(slot_mapping)
-    if not 1 <= query_len <= kv_len:
-        raise ValueError(
-            f"q has {query_len} positions, and must have 1 to slot_mapping's kv_len, {kv_len}"
-        )
     if q.dtype not in DTYPES:
         raise ValueError(f"q must be float32, float16 or bfloat16, got {q.dtype}")
     for name, x in (("q", q), ("k_pool", k_pool), ("v_pool", v_pool)):
@@ -345,16 +358,19 @@ def check_attention(
             raise ValueError(f"{name} and q must have one dtype, got {x.dtype} and {q.dtype}")
         if x.stride(-1) != 1:
             raise ValueError(f"{name}'s head_dim must be contiguous, got stride {x.stride(-1)}")
-    for name, x in (("k_pool", k_pool), ("v_pool", v_pool), ("slot_mapping", slot_mapping)):
+
+
+def _check_devices(q: torch.Tensor, **tensors: torch.Tensor) -> None:
+    for name, x in tensors.items():
         if x.device != q.device:
             raise ValueError(f"{name} is on {x.device}, but q is on {q.device}")
-    if check_slots is None:
-        check_slots = q.device.type == "cpu" or os.environ.get("NANOSERVE_CHECK_SLOTS") == "1"
-    if check_slots:
-        low, high = (int(slot) for slot in slot_mapping.aminmax())
-        if low < 0 or high >= num_slots:
-            wrong = low if low < 0 else high
-            raise ValueError(f"slot_mapping has slot {wrong}, but the pools have {num_slots}")
+
+
+def _reads_values(q: torch.Tensor, asked: bool | None) -> bool:
+    """Whether to read slots or tables on the host: on a CPU, or if the caller or the user asks."""
+    if asked is not None:
+        return asked
+    return q.device.type == "cpu" or os.environ.get("NANOSERVE_CHECK_SLOTS") == "1"
 
 
 # %%

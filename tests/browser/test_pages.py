@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from nanoserve.course import export
-from nanoserve.course.lands import ROOT
+from nanoserve.course.lands import notebooks
 from tests.browser.chromium import launched, needs_chromium
 
 pytestmark = [pytest.mark.slow, needs_chromium]
 
-NOTEBOOKS = sorted((ROOT / "notebooks").glob("day*.ipynb"))
+NOTEBOOKS = notebooks()
 COLUMN = 1006  # pixels: a cell's column in JupyterLab on a screen of 1,440, file browser open
 
 NARROW = f".jp-Cell {{ width: {COLUMN}px }} .jp-OutputPrompt, .jp-InputPrompt {{ width: 0 }}"

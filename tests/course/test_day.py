@@ -4,6 +4,7 @@ import errno
 import importlib
 import json
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import pytest
 import torch
 
 from nanoserve.course import answers, day, store
+from nanoserve.course.above import names_of
+from nanoserve.course.curriculum import find
 from nanoserve.course.exercise import CourseError
 from nanoserve.course.exercises import exercises_of
 from nanoserve.course.show import wrapped
@@ -55,6 +58,33 @@ def test_a_passed_answer_is_saved_reloaded_and_marked(today, cell, work, capsys)
     assert "reshape(-1, 1)" in saved.read_text()
     assert json.loads((work / "progress.json").read_text())["passed"] == {"4": ["scale_rows"]}
     assert [path.name for path in saved.parent.iterdir()] == [saved.name]
+
+
+def test_an_appendix_checks_saves_and_runs_answers_like_a_day(toy, cell, work, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "nanoserve.course.exercises.appendix_a", toy.day)
+    today = day("appendix_a")
+    assert repr(today) == "Appendix A · Inside tlsim"
+    today.check(cell(RIGHT).scale_rows)
+    saved = work / "answers/appendix_a_scale_rows.py"
+    assert saved.read_text().startswith("# Appendix A, scale_rows: your answer")
+    today.predict("lines", "How many?", 300)
+    assert store.Progress.load().guess("a", "lines") == 300
+    assert (day(4).guess("lines"), day(4).guess("lines", "appendix_a")) == (None, 300)
+    said(capsys)
+    with day(9).mine(everything=True) as calls:
+        toy.caller.engine_run(torch.ones(2, 2), torch.ones(2))
+    assert calls == {"scale_rows": 1}
+    assert said(capsys).startswith("Running with your scale_rows (Appendix A).")
+
+
+def test_the_names_of_an_appendix_s_cells_are_known_for_a_cell_run_too_early(tmp_path, monkeypatch):
+    (tmp_path / "nanoserve").mkdir()
+    (tmp_path / "notebooks").mkdir()
+    cell = {"cell_type": "code", "source": "import math\nbelow = 3"}
+    path = tmp_path / "notebooks/appendix_a_inside_tlsim.ipynb"
+    path.write_text(json.dumps({"cells": [cell]}))
+    monkeypatch.chdir(tmp_path)
+    assert names_of(find("a")) == {"math", "below"}
 
 
 def test_an_older_answer_is_kept_beside_the_new_one(today, cell, work):
@@ -509,8 +539,8 @@ def test_pictures_and_data_are_found_or_named(today, tmp_path, monkeypatch, caps
 
 
 def test_a_day_that_does_not_exist_is_named():
-    with pytest.raises(CourseError, match="there is no day 32"):
-        day(32)
+    with pytest.raises(CourseError, match="there is no day 45"):
+        day(45)
 
 
 KERNEL_CELLS = (
@@ -616,8 +646,8 @@ def test_in_a_real_kernel_a_cell_run_too_early_points_at_the_cells_above(tmp_pat
     error, pointer = cells[1].outputs
     assert error.ename == "NameError"
     assert " ".join(pointer.data["text/plain"].split()) == (
-        "Another cell of this day defines `below`. That cell has not run since the kernel started. "
-        "Run the cells above first: Run → Run All Above Selected Cell."
+        "Another cell of this notebook defines `below`. That cell has not run since the kernel "
+        "started. Run the cells above first: Run → Run All Above Selected Cell."
     )
     for cell, kind in ((cells[2], "NameError"), (cells[3], "UnboundLocalError")):
         assert [output.get("ename") for output in cell.outputs] == [kind]

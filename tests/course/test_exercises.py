@@ -6,12 +6,12 @@ import pytest
 
 from nanoserve.course import check, lands
 from nanoserve.course.above import ABOVE
-from nanoserve.course.curriculum import DAYS, last_of_week
+from nanoserve.course.curriculum import ALL, key, last_of_week
 from nanoserve.course.exercise import Wrong
 from nanoserve.course.exercises import exercises_of, module_of, review_of, widgets_of
 
-ALL = [(info.number, exercise) for info in DAYS for exercise in exercises_of(info.number)]
-IDS = [f"day{number:02d}-{exercise.name}" for number, exercise in ALL]
+EXERCISES = [(info.number, exercise) for info in ALL for exercise in exercises_of(info.number)]
+IDS = [f"{key(number)}-{exercise.name}" for number, exercise in EXERCISES]
 
 
 def assert_wrong_answers_rejected(exercise, at_least=5):
@@ -33,12 +33,12 @@ def assert_wrong_answers_rejected(exercise, at_least=5):
         assert len({rung.strip() for rung in rungs} - {""}) == 3, f"hints for {kind!r} repeat"
 
 
-@pytest.mark.parametrize("exercise", [exercise for _, exercise in ALL], ids=IDS)
+@pytest.mark.parametrize("exercise", [exercise for _, exercise in EXERCISES], ids=IDS)
 def test_wrong_answers_are_rejected_each_with_its_own_message(exercise):
     assert_wrong_answers_rejected(exercise)
 
 
-@pytest.mark.parametrize("exercise", [exercise for _, exercise in ALL], ids=IDS)
+@pytest.mark.parametrize("exercise", [exercise for _, exercise in EXERCISES], ids=IDS)
 def test_cases_are_the_same_each_time_and_their_names_differ(exercise):
     first, second = exercise.cases(), exercise.cases()
     assert len({case.what for case in first}) == len(first)
@@ -47,7 +47,7 @@ def test_cases_are_the_same_each_time_and_their_names_differ(exercise):
         assert check.exact(one.args, two.args) is None
 
 
-@pytest.mark.parametrize("info", [info for info in DAYS if module_of(info.number)], ids=str)
+@pytest.mark.parametrize("info", [info for info in ALL if module_of(info.number)], ids=str)
 def test_a_day_s_names_are_its_own(info):
     names = [exercise.name for exercise in exercises_of(info.number)]
     assert len(set(names)) == len(names)
@@ -55,7 +55,12 @@ def test_a_day_s_names_are_its_own(info):
     assert not review_of(info.number) or last_of_week(info.number)
 
 
-@pytest.mark.parametrize("twin", lands.twins()[1:], ids=lambda twin: twin.stem[:5])
+WITH_EXERCISES = [  # an appendix may have none
+    twin for twin in lands.twins()[1:] if exercises_of(lands.day_number(twin.stem))
+]
+
+
+@pytest.mark.parametrize("twin", WITH_EXERCISES, ids=lambda twin: twin.stem)
 def test_a_day_s_first_exercise_says_what_to_run_after_a_restart(twin):
     text = twin.read_text(encoding="utf-8")
     section = text[text.index("Your turn") :].partition("# %%")[0]

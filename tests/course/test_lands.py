@@ -312,6 +312,69 @@ def test_until_names_a_later_day(clone):
     ]
 
 
+# Appendices
+
+
+def appendix(clone: Path, text: str, letter: str = "a") -> None:
+    (clone / f"notebooks/source/appendix_{letter}_more.py").write_text(text)
+
+
+LIMIT = "# %%\n# lands in nanoserve/layers.py: LIMIT\nLIMIT: int = 3\n"
+
+
+def test_what_lands_in_an_appendix_is_taught_and_lands_nowhere_else(clone):
+    appendix(clone, LIMIT)
+    assert lands.problems(clone) == [
+        "nanoserve/layers.py: LIMIT lands twice: "
+        "day01_layers, code cell 1 (line 5) and appendix_a_more, code cell 1 (line 2)"
+    ]
+    edit(day(clone), "LIMIT: int = 3\n\n\n", "")
+    assert lands.problems(clone) == []
+    edit(engine(clone), "LIMIT: int = 3", "LIMIT: int = 4")
+    (problem,) = lands.problems(clone)
+    assert "appendix_a_more, code cell 1 (line 2): LIMIT differs" in problem
+
+
+def test_appendices_come_after_the_days(clone):
+    appendix(clone, LIMIT)
+    day(clone, 2).write_text("")
+    assert [path.stem for path in lands.twins(clone)] == [
+        "day01_layers", "day02_layers", "appendix_a_more",
+    ]  # fmt: skip
+
+
+IN_APPENDIX = "# %%\n# until appendix a: lands in nanoserve/layers.py: LIMIT\nLIMIT = 2\n"
+
+
+def test_an_earlier_form_may_stand_until_an_appendix(clone):
+    edit(day(clone), "LIMIT: int = 3\n\n\n", "")
+    appendix(clone, LIMIT)
+    day(clone, 22).write_text(IN_APPENDIX)
+    assert lands.problems(clone) == []
+    assert lands.rewrite(IN_APPENDIX, "day22_layers", clone) == IN_APPENDIX
+    day(clone, 22).write_text(IN_APPENDIX.replace("LIMIT", "other"))
+    assert lands.problems(clone) == [
+        "day22_layers, code cell 1 (line 2): appendix a lands no other in nanoserve/layers.py"
+    ]
+
+
+def test_an_appendix_stands_between_the_last_day_that_it_needs_and_the_next(clone):
+    edit(day(clone), "LIMIT: int = 3\n\n\n", "")
+    appendix(clone, LIMIT)
+    day(clone, 23).write_text(IN_APPENDIX)
+    assert lands.problems(clone) == [
+        "day23_layers, code cell 1 (line 2): until appendix a is not later than its own day"
+    ]
+    day(clone, 23).write_text(LIMIT)
+    appendix(clone, LIMIT.replace("# lands", "# until day 23: lands"))
+    assert lands.problems(clone) == []
+
+
+def test_an_appendix_that_the_curriculum_lacks_is_named(clone):
+    appendix(clone, LIMIT, "z")
+    assert "appendix_z_more: the curriculum has no Appendix Z" in lands.problems(clone)
+
+
 # untaught.txt
 
 

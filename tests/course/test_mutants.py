@@ -270,3 +270,10 @@ def test_printed_entries_can_be_copied_into_the_list(tmp_path):
     (read,) = read_equivalents(7, tmp_path)
     assert sorted_out("toy", [result], [read | {"reason": "Why."}])[0] == [result]
     assert read_equivalents(8, tmp_path) == []
+
+
+def test_an_appendix_has_its_own_list_and_its_own_right_answers(tmp_path):
+    (tmp_path / "appendix_a.toml").write_text(mutants.as_toml("toy", survivor()), "utf-8")
+    assert len(read_equivalents("a", tmp_path)) == 1
+    assert mutants.right_answers("z") == {}
+    assert mutants.main(["appendix_a", "--exercise", "nonesuch"]) == 1

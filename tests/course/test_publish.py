@@ -26,7 +26,7 @@ print(1)
 
 def test_every_notebook_begins_with_the_set_up_cell_word_for_word():
     expected = publish.setup_cell(publish.stamped())
-    for path in sorted((lands.ROOT / "notebooks").glob("day*.ipynb")):
+    for path in lands.notebooks():
         code = [c for c in nbformat.read(path, as_version=4).cells if c.cell_type == "code"]
         assert code[0].source == expected.rstrip("\n"), path.name
         assert code[0].outputs == []
@@ -131,6 +131,15 @@ def test_stamping_again_changes_nothing_and_another_name_replaces_the_first():
     assert "ada" not in other
     assert other == publish.stamp(TWIN, "day01_x", "grace/course")
     assert publish.stamp(other, "day01_x", "") == TWIN
+
+
+def test_an_appendix_is_stamped_too(tmp_path):
+    path = tmp_path / "notebooks/source/appendix_a_more.py"
+    path.parent.mkdir(parents=True)
+    path.write_text(TWIN)
+    assert publish.stamp_all("ada/nanoserve", tmp_path) == 1
+    assert "blob/main/notebooks/appendix_a_more.ipynb)" in path.read_text()
+    assert publish.stamped(tmp_path) == "ada/nanoserve"
 
 
 def test_an_outdated_set_up_cell_is_replaced():

@@ -3,23 +3,23 @@
 import pytest
 
 from nanoserve.course import check
-from nanoserve.course.curriculum import DAYS
+from nanoserve.course.curriculum import ALL, key
 from nanoserve.course.exercises import exercises_of
 from tests.mutants import answers_of, right_answers
 
-ALL = [(info.number, exercise) for info in DAYS for exercise in exercises_of(info.number)]
-IDS = [f"day{number:02d}-{exercise.name}" for number, exercise in ALL]
+EXERCISES = [(info.number, exercise) for info in ALL for exercise in exercises_of(info.number)]
+IDS = [f"{key(number)}-{exercise.name}" for number, exercise in EXERCISES]
 ANSWERS = [
     pytest.param(exercise, answer, id=f"{name}-{getattr(answer, '__name__', answer)}")
-    for (number, exercise), name in zip(ALL, IDS, strict=True)
+    for (number, exercise), name in zip(EXERCISES, IDS, strict=True)
     for answer in right_answers(number).get(exercise.name, ())
 ]
 
 
-@pytest.mark.parametrize(("number", "exercise"), ALL, ids=IDS)
+@pytest.mark.parametrize(("number", "exercise"), EXERCISES, ids=IDS)
 def test_an_exercise_has_three_right_answers_that_differ(number, exercise):
     answers = right_answers(number).get(exercise.name, ())
-    assert len(answers) >= 3, f"tests/course/right_answers/day{number:02d}.py: {exercise.name}"
+    assert len(answers) >= 3, f"tests/course/right_answers/{key(number)}.py: {exercise.name}"
     sources = [answer.source for answer in answers_of(exercise, answers)]
     own = (exercise.target is not None) + (exercise.solution is not None)
     assert len(set(sources)) >= 3 + min(own, 1), "a right answer is another one's text"
@@ -31,14 +31,14 @@ def test_a_right_answer_passes_every_case(exercise, answer):
     assert report.status == "passed", report.text()
 
 
-@pytest.mark.parametrize("info", DAYS, ids=str)
+@pytest.mark.parametrize("info", ALL, ids=str)
 def test_right_answers_belong_to_an_exercise(info):
     names = {exercise.name for exercise in exercises_of(info.number)}
     assert set(right_answers(info.number)) <= names
 
 
 def test_right_answers_have_names_by_which_a_list_can_call_them():
-    for number, exercise in ALL:
+    for number, exercise in EXERCISES:
         answers = right_answers(number).get(exercise.name, ())
         names = [answer.label for answer in answers_of(exercise, answers)]
-        assert len(set(names)) == len(names), f"day{number:02d} {exercise.name}: {names}"
+        assert len(set(names)) == len(names), f"{key(number)} {exercise.name}: {names}"

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from nanoserve.course import store
-from nanoserve.course.curriculum import DAYS, find
+from nanoserve.course.curriculum import ALL, find
 from nanoserve.course.exercise import CourseError
 from nanoserve.course.source import CannotSave, module_source, source_of
 from nanoserve.course.store import Progress
@@ -29,15 +29,18 @@ def _code(source, tags=()):
     }
 
 
+OUT = ["day01_oracle.ipynb", "day02_weights.ipynb", "appendix_a_inside_tlsim.ipynb"]
+
+
 @pytest.fixture
 def clone(tmp_path, monkeypatch):
-    """A clone with Days 1 and 2 out, as the current folder."""
+    """A clone with Days 1 and 2 and Appendix A out, as the current folder."""
     monkeypatch.delenv("NANOSERVE_WORK", raising=False)
     root = tmp_path / "clone"
     (root / "notebooks").mkdir(parents=True)
     (root / "nanoserve").mkdir()
     text = _notebook(_code("1 + 1"), _code("picture", ["keep"]))
-    for name in ("day01_oracle.ipynb", "day02_weights.ipynb"):
+    for name in OUT:
         (root / "notebooks" / name).write_text(text, encoding="utf-8")
     monkeypatch.chdir(root)
     return root
@@ -45,7 +48,7 @@ def clone(tmp_path, monkeypatch):
 
 def test_start_copies_published_days_without_outputs_except_kept_ones(clone):
     copied = store.start()
-    assert [path.name for path in copied] == ["day01_oracle.ipynb", "day02_weights.ipynb"]
+    assert [path.name for path in copied] == OUT
     plain, kept = json.loads((clone / "work/day01_oracle.ipynb").read_text())["cells"]
     assert plain["outputs"] == []
     assert plain["execution_count"] is None
@@ -78,14 +81,14 @@ def test_reset_keeps_the_old_copy_beside_the_fresh_one(clone):
         assert json.loads(path.read_text())["nbformat"] == 4
 
 
-@pytest.mark.parametrize("day", [32, "x", "day99", -1, ""])
+@pytest.mark.parametrize("day", [45, "x", "day99", -1, ""])
 def test_an_unknown_day_is_named(clone, day):
     with pytest.raises(CourseError, match="there is no day"):
         store.start(day)
 
 
 def test_a_day_that_is_not_out_is_named(clone):
-    with pytest.raises(CourseError, match=r"day 14 \(A pool of blocks\) is not out yet"):
+    with pytest.raises(CourseError, match=r"Day 14 \(A pool of blocks\) is not out yet"):
         store.start(14)
 
 
@@ -115,10 +118,33 @@ def test_status_has_a_row_for_each_day(clone, work, toy):
     progress.add_passed(4, "double")
     progress.save()
     rows = store.status()
-    assert [row.info.number for row in rows] == list(range(len(DAYS)))
+    assert [row.info for row in rows] == list(ALL)
     assert (rows[1].words, rows[2].words, rows[14].words) == ("not started",) * 2 + ("not out yet",)
     assert (rows[4].passed, rows[4].total) == (("double",), 3)
     assert " ".join(str(rows[4]).split()) == "day 4 RMSNorm and RoPE 1 of 3 not out yet"
+    assert " ".join(str(rows[-1]).split()) == "Appendix A Inside tlsim not started"
+
+
+def test_an_appendix_is_copied_reset_and_started_like_a_day(clone):
+    (path,) = store.start("appendix_a")
+    assert path == clone / "work/appendix_a_inside_tlsim.ipynb"
+    assert store.start("a") == []
+    notebook = json.loads(path.read_text())
+    notebook["cells"][0]["source"] = "1 + 2"
+    path.write_text(json.dumps(notebook))
+    assert store.status()[-1].words == "started"
+    fresh, kept = store.reset("A")
+    assert (fresh, kept.name) == (path, "appendix_a_inside_tlsim.1.ipynb")
+    assert store.status()[-1].words == "not started"
+
+
+def test_a_saved_answer_of_an_appendix_counts_as_passed(work):
+    store.write_atomically(work / "answers/appendix_a_broadcast.py", "def broadcast(): pass\n")
+    progress = Progress.load()
+    assert progress.passed("a") == ["broadcast"]
+    progress.set_guess("a", "lines", 3.0)
+    progress.save()
+    assert Progress.load().guess("a", "lines") == 3.0
 
 
 def _state(day):

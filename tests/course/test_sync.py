@@ -138,6 +138,24 @@ def test_a_notebook_begins_with_the_set_up_cell_or_a_place_for_it(clone):
     assert sync.problems(clone) == ["day01_x: the cell below its title is not the set-up cell"]
 
 
+def test_an_appendix_is_synced_checked_and_listed_like_a_day(clone):
+    other = clone / "notebooks/source/appendix_a_more.py"
+    other.write_text(TWIN.replace("# # Day 1", "# # Appendix A").replace("def norm", "def half"))
+    (clone / "nanoserve/layers.py").write_text(
+        "def norm(x):\n    return x / 2\n\n\ndef half(x):\n    return x / 2\n"
+    )
+    edit(other, "norm(8)", "half(6)")
+    assert "appendix_a_more: has no notebook yet" in sync.problems(clone)
+    assert sync.main(["appendix_a"], clone) == 0
+    notebook = nbformat.read(clone / "notebooks/appendix_a_more.ipynb", as_version=4)
+    assert notebook.cells[-1].outputs[0].data["text/plain"] == "3.0"
+    assert sync.problems(clone) == ["day01_x: has no notebook yet"]
+    assert sync.main([], clone) == 0
+    assert sync.problems(clone) == []
+    (clone / "notebooks/appendix_b_stray.ipynb").write_text("{}")
+    assert sync.problems(clone) == ["appendix_b_stray.ipynb has no twin under notebooks/source"]
+
+
 def test_an_edited_output_is_listed_when_it_is_not_normal(clone):
     sync.main([], clone)
     edit(notebook_of(clone), '"4.0"', '"/home/ada/model"')
@@ -232,3 +250,14 @@ def test_a_map_that_lacks_a_day_which_is_out_is_noticed():
     assert sync.map_is_old(notebook("14   A pool of blocks  0 of 1     not out yet"))
     assert not sync.map_is_old(notebook("14   A pool of blocks  0 of 1     started"))
     assert not sync.map_is_old(notebook("99   Later                        not out yet"))
+
+
+def test_a_map_that_lacks_an_appendix_which_is_out_is_noticed(clone):
+    def notebook(row: str):
+        output = new_output("display_data", data={"text/plain": f"day  title\n{row}"})
+        return new_notebook(cells=[new_code_cell("today.progress()", outputs=[output])])
+
+    row = "A    Inside tlsim         0 of 2     not out yet"
+    assert not sync.map_is_old(notebook(row), clone)
+    (clone / "notebooks/source/appendix_a_more.py").write_text(TWIN)
+    assert sync.map_is_old(notebook(row), clone)

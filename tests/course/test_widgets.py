@@ -7,7 +7,8 @@ import sys
 import pytest
 from matplotlib import pyplot
 
-from nanoserve.course import day, show, store, widgets
+from nanoserve.course import day, drawings, show, store, widgets
+from nanoserve.course.curriculum import ALL
 from nanoserve.course.exercise import CourseError
 from nanoserve.course.exercises import widgets_of
 from nanoserve.course.widgets import choice, figure_widget, slider, text, toggle
@@ -112,8 +113,10 @@ def test_the_map_shows_days_and_passed_exercises(toy, displayed):
     (bundle,) = displayed
     assert "1 of 3" in bundle["text/plain"]
     assert "1 of 3 exercises" in bundle["text/html"]
-    assert bundle["text/html"].count("<b>") == 32
+    assert bundle["text/html"].count("<b>") == len(ALL)
     assert "At the roof" in bundle["text/plain"]
+    assert "\nA    Inside tlsim" in bundle["text/plain"]
+    assert "After Day 22, for those" in bundle["text/html"]
 
 
 def test_a_sliders_end_follows_the_other_controls():
@@ -137,11 +140,13 @@ def test_a_live_image_has_its_own_width_on_the_page():
 
 
 def every_widget():
-    for number in range(27):
-        for name, make in widgets_of(number).items():
+    for make in (drawings.ragged_batch, drawings.split_history):
+        yield pytest.param(make, id=make.__name__)
+    for info in ALL:
+        for name, make in widgets_of(info.number).items():
             needs = inspect.signature(make).parameters.values()
             if all(parameter.default is not parameter.empty for parameter in needs):
-                yield pytest.param(make, id=f"day {number} {name}")
+                yield pytest.param(make, id=f"{info.name} {name}")
 
 
 @pytest.mark.parametrize("make", [*every_widget()])
