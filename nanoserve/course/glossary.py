@@ -305,6 +305,7 @@ chunk: A part of a prompt that one step computes. The rest comes in other steps.
 query_starts: For a packed batch, the row of q where the queries of each sequence start. One more
     entry at the end gives the number of rows.
 block tables: For a batch, the block tables of all sequences as the rows of one tensor.
+""",
     31: """
 memory latency: The time from the request of a number in memory to its arrival.
 in flight: Requested from memory, and not yet arrived.
