@@ -191,20 +191,27 @@ def _check_tables(tables: PagedTables, num_tokens: int, num_slots: int) -> None:
         )
     for i, kv_len in enumerate(kv_lens):
         query_len = starts[i + 1] - starts[i]
-        for name, value in (("query_len", query_len), ("kv_len", kv_len)):
-            bound = getattr(tables, f"max_{name}")
-            if not 0 <= value <= bound:
-                raise ValueError(
-                    f"sequence {i} has {name} {value}, and must have 0 to max_{name}, {bound}"
-                )
+        if not 0 <= query_len <= tables.max_query_len:
+            raise ValueError(
+                f"sequence {i} has query_len {query_len}, and must have 0 to max_query_len, "
+                f"{tables.max_query_len}"
+            )
+        if not 0 <= kv_len <= tables.max_kv_len:
+            raise ValueError(
+                f"sequence {i} has kv_len {kv_len}, and must have 0 to max_kv_len, "
+                f"{tables.max_kv_len}"
+            )
         if query_len > kv_len > 0:  # kv_len 0 is a padded row
             raise ValueError(f"sequence {i} has query_len {query_len}, more than kv_len {kv_len}")
     num_blocks, blocks = num_slots // tables.block_size, tables.block_tables
+    low, high = (int(block) for block in blocks.aminmax())
+    if 0 <= low and high < num_blocks:
+        return
     firsts = torch.arange(blocks.shape[1], device=blocks.device) * tables.block_size
     used = firsts < tables.kv_lens[:, None]  # the entries past a sequence's tokens may be anything
-    wrong = ((blocks < 0) | (blocks >= num_blocks)) & used
-    if wrong.any():
-        sequence, index = wrong.nonzero()[0].tolist()
+    wrong = (((blocks < 0) | (blocks >= num_blocks)) & used).nonzero().tolist()
+    if wrong:
+        sequence, index = wrong[0]
         raise ValueError(
             f"block_tables has block {int(blocks[sequence, index])} for sequence {sequence}, but "
             f"the pools have {num_blocks} blocks of {tables.block_size} slots"

@@ -1,5 +1,9 @@
 """Paged attention of a ragged batch: heads packed in a tile, the history split, a merge."""
 
+from dataclasses import dataclass
+
+import torch
+
 try:
     import triton
     import triton.language as tl
@@ -121,19 +125,21 @@ def packed_kernel(
 ):
     """Attention of one tile of queries for one KV head: each key is loaded once for all its heads.
 
-    Programs: [n_kv, tiles]. KV heads come first, because those of one token lie side by side.
+    Programs: [n_kv, tiles]. KV heads come first, because those of one token lie side by side. The
+    last tiles come first: they see the most keys, and none of them should start late.
     """
     kv_head = tl.program_id(0)
     QUERIES: tl.constexpr = ROWS // N_REP
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)
     if SEQS == 1:
-        seq = tl.program_id(1)
+        seq = tile
         first = 0
     else:  # the tiles of sequence i start at tile starts[i] // QUERIES + i
         i = tl.arange(0, SEQS)
-        tile = tl.load(start_ptr + i, mask=i < num_seqs, other=0) // QUERIES + i
-        reached = (i < num_seqs) & (tile <= tl.program_id(1))
+        starts = tl.load(start_ptr + i, mask=i < num_seqs, other=0) // QUERIES + i
+        reached = (i < num_seqs) & (starts <= tile)
         seq = tl.sum(reached.to(tl.int32), axis=0) - 1
-        first = (tl.program_id(1) - tl.max(tl.where(reached, tile, 0), axis=0)) * QUERIES
+        first = (tile - tl.max(tl.where(reached, starts, 0), axis=0)) * QUERIES
     kv_len = tl.load(kv_len_ptr + seq)
     q, row, used, sees = load_queries(
         q_ptr, q_token, q_head, start_ptr, seq, first, kv_len, N_REP, HEAD_DIM, BLOCK_D, ROWS
@@ -229,11 +235,12 @@ def split_kv_kernel(
         )
         out = acc / tl.where(l == 0.0, 1.0, l)[:, None]
         mask = used[:, None] & (dim < HEAD_DIM)[None, :]
-        whole = (low == 0) & (high == kv_len)  # no other worker has a part of this sequence
+        shared = (low > 0) | (high < kv_len)  # another worker has a part of this sequence
+        whole = (low == 0) & (high == kv_len)
         tl.store(out_ptr + (row * HEAD_DIM)[:, None] + dim[None, :], out, mask=mask & whole)
         part = ((worker + seq) * tl.num_programs(0) + kv_head) * ROWS + tl.arange(0, ROWS)
-        tl.store(part_ptr + (part * HEAD_DIM)[:, None] + dim[None, :], out, mask=mask & ~whole)
-        tl.store(lse_ptr + part, m + tl.log2(l), mask=used & ~whole)
+        tl.store(part_ptr + (part * HEAD_DIM)[:, None] + dim[None, :], out, mask=mask & shared)
+        tl.store(lse_ptr + part, m + tl.log2(l), mask=used & shared)
 
 
 @triton.jit
@@ -264,6 +271,8 @@ def merge_kernel(
     crosses = (begins // share == worker) & (begins < ends) & ((ends - 1) // share > worker)
     seq = tl.max(tl.where(crosses, tl.arange(0, SEQS), -1), axis=0)
     last = tl.max(tl.where(crosses, (ends - 1) // share + 1, worker), axis=0)
+    token = tl.load(start_ptr + tl.maximum(seq, 0)) + row // N_REP
+    used = (token < tl.load(start_ptr + tl.maximum(seq, 0) + 1)) & (last > worker)
     dim = tl.arange(0, BLOCK_D)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
@@ -281,8 +290,77 @@ def merge_kernel(
         l = l * alpha + tl.sum(weight, axis=0)
         acc = acc * alpha + tl.sum(weight[:, None] * out, axis=0)
         m = m_new
-    seq = tl.maximum(seq, 0)
-    token = tl.load(start_ptr + seq) + row // N_REP
-    mask = (dim < HEAD_DIM) & (token < tl.load(start_ptr + seq + 1)) & (last > worker)
     index = token.to(tl.int64) * (tl.num_programs(0) * N_REP) + kv_head * N_REP + row % N_REP
-    tl.store(out_ptr + index * HEAD_DIM + dim, acc / tl.where(l == 0.0, 1.0, l), mask=mask)
+    out = acc / tl.where(l == 0.0, 1.0, l)
+    tl.store(out_ptr + index * HEAD_DIM + dim, out, mask=(dim < HEAD_DIM) & used)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The launch parameters of a kernel.
+
+    rows and tile are the queries' rows and the keys of a tile; num_warps of 32 threads compute it;
+    num_stages iterations are in flight. `programs` is the number of a split's programs for each
+    multiprocessor.
+    """
+
+    rows: int
+    tile: int
+    num_warps: int
+    num_stages: int
+    programs: int = 1
+
+
+# By kernel, compute capability and the largest head_dim. The comments give what was measured on an
+# H200 (9.0) in bfloat16, as a share of the peak read bandwidth or of SDPA's speed. The rows of 7.5
+# and 8.0 were compiled, not measured: fewer stages, since these GPUs have less shared memory.
+LAUNCHES = {
+    ("split", (7, 5), 256): Launch(16, 32, 2, 2, programs=4),
+    ("split", (8, 0), 256): Launch(16, 32, 1, 4, programs=4),
+    ("split", (9, 0), 64): Launch(16, 64, 1, 5, programs=3),  # 64 x 8,192: 93%; 2 warps: 92%
+    ("split", (9, 0), 256): Launch(16, 64, 2, 5, programs=2),  # 64 x 8,192: 96%; 1 warp: 95%
+    ("packed", (7, 5), 256): Launch(16, 32, 2, 2),
+    ("packed", (8, 0), 256): Launch(16, 32, 1, 4),
+    ("packed", (9, 0), 256): Launch(16, 32, 1, 4),  # 256 x 1,024: 95%; 8 stages: 93%
+    ("prefill", (7, 5), 256): Launch(64, 32, 4, 2),
+    ("prefill", (8, 0), 256): Launch(64, 64, 4, 2),
+    ("prefill", (9, 0), 64): Launch(64, 128, 4, 2),  # 8,192 tokens: 0.73 of SDPA; tile 64: 0.71
+    ("prefill", (9, 0), 256): Launch(128, 128, 8, 3),  # 8,192 tokens: 0.59; 64 rows: 0.55
+}
+FLOAT32 = Launch(16, 32, 4, 2, programs=2)  # every kernel's: tensor cores would round to TF32
+
+
+def launch_of(
+    kernel: str, capability: tuple[int, int], head_dim: int, dtype: torch.dtype
+) -> Launch:
+    """The launch parameters for "split", "packed" or "prefill" on a GPU of a compute capability.
+
+    The row is the newest that is not newer than the GPU. ValueError if there is none.
+    """
+    if dtype == torch.float32:
+        return FLOAT32
+    rows = [
+        (since, -widest, launch)
+        for (name, since, widest), launch in LAUNCHES.items()
+        if name == kernel and since <= capability and head_dim <= widest
+    ]
+    if not rows:
+        raise ValueError(
+            f"no launch parameters for the kernel {kernel!r} with head_dim {head_dim} on compute "
+            f"capability {'.'.join(map(str, capability))}"
+        )
+    return max(rows, key=lambda row: row[:2])[2]
+
+
+def num_workers(
+    multiprocessors: int, n_kv: int, num_seqs: int, tiles: int, programs: int = 2
+) -> int:
+    """The number of workers for each KV head; 0 if the history should not be split.
+
+    A split has `programs` programs for each multiprocessor, but no more workers than key tiles, of
+    which all sequences together have at most `tiles`. Sequences that make eight programs for each
+    multiprocessor fill the GPU without a split.
+    """
+    if num_seqs * n_kv >= 8 * multiprocessors:
+        return 0
+    return max(1, min(programs * multiprocessors // n_kv, tiles))

@@ -277,7 +277,7 @@ assert one.block_tables.data_ptr() == mapping.data_ptr()  # no copy
 # ## The oracle of a batch
 #
 # You froze the oracle on Day 18. The batch gets no new one: its reference goes through the sequences and calls
-# the old one for each. This is slow, and there is nothing new in it to believe. A sequence with `kv_len` 0 gives
+# the old one for each. It is slow, and it contains nothing new that you would have to trust. A sequence with `kv_len` 0 gives
 # zeros: Day 39 fills a batch of fixed size up with such rows.
 
 
@@ -436,20 +436,27 @@ def _check_tables(tables: PagedTables, num_tokens: int, num_slots: int) -> None:
         )
     for i, kv_len in enumerate(kv_lens):
         query_len = starts[i + 1] - starts[i]
-        for name, value in (("query_len", query_len), ("kv_len", kv_len)):
-            bound = getattr(tables, f"max_{name}")
-            if not 0 <= value <= bound:
-                raise ValueError(
-                    f"sequence {i} has {name} {value}, and must have 0 to max_{name}, {bound}"
-                )
+        if not 0 <= query_len <= tables.max_query_len:
+            raise ValueError(
+                f"sequence {i} has query_len {query_len}, and must have 0 to max_query_len, "
+                f"{tables.max_query_len}"
+            )
+        if not 0 <= kv_len <= tables.max_kv_len:
+            raise ValueError(
+                f"sequence {i} has kv_len {kv_len}, and must have 0 to max_kv_len, "
+                f"{tables.max_kv_len}"
+            )
         if query_len > kv_len > 0:  # kv_len 0 is a padded row
             raise ValueError(f"sequence {i} has query_len {query_len}, more than kv_len {kv_len}")
     num_blocks, blocks = num_slots // tables.block_size, tables.block_tables
+    low, high = (int(block) for block in blocks.aminmax())
+    if 0 <= low and high < num_blocks:
+        return
     firsts = torch.arange(blocks.shape[1], device=blocks.device) * tables.block_size
     used = firsts < tables.kv_lens[:, None]  # the entries past a sequence's tokens may be anything
-    wrong = ((blocks < 0) | (blocks >= num_blocks)) & used
-    if wrong.any():
-        sequence, index = wrong.nonzero()[0].tolist()
+    wrong = (((blocks < 0) | (blocks >= num_blocks)) & used).nonzero().tolist()
+    if wrong:
+        sequence, index = wrong[0]
         raise ValueError(
             f"block_tables has block {int(blocks[sequence, index])} for sequence {sequence}, but "
             f"the pools have {num_blocks} blocks of {tables.block_size} slots"
@@ -678,8 +685,8 @@ print([cache.seq_len for cache in caches], "tokens held; logits agree:", off < 1
 assert off < 1e-5
 
 # %% [markdown]
-# The logits agree to five digits: other shapes of the products add in another order, as always. And no line of
-# `gqa_attention` has changed.
+# The logits are within $10^{-5}$ of the largest logit: products of another shape add in another order, as always.
+# And no line of `gqa_attention` has changed.
 #
 # ## Your answer is the engine
 #
@@ -705,9 +712,9 @@ assert tokenizer.decode(tokens[0]).startswith(" Paris")
 # %% [markdown]
 # ## Measure it: what padding would read
 #
-# In a decode step, attention reads the keys and values of all tokens in the cache, and on Day 27 these bytes were
-# the whole time. A padded cache has a strip for each sequence, and each strip is as long as the longest. Take the
-# 200 requests of Day 14, each somewhere in its answer, and draw batches from them.
+# In a decode step, attention reads the keys and values of all tokens in the cache. Day 27 counted these bytes: no
+# kernel takes less time than they need. A padded cache has a strip for each sequence, and each strip is as long as
+# the longest. Take the 200 requests of Day 14, each somewhere in its answer, and draw batches from them.
 
 # %%
 question = "64 sequences: a padded batch reads how many times the bytes of a packed one?"
@@ -777,8 +784,9 @@ fig
 #
 # ## Tomorrow
 #
-# The batch has its tables, its oracle and its cache, but no kernel. Day 29 writes one. It begins with the waste
-# that Day 27 found: each key is read once for every query head, although a KV head's query heads could share it.
+# The batch has its tables, its oracle and its cache, but no kernel. Day 29 writes one. It begins with the loads
+# that Day 27 counted: Day 22's kernel loads each key once for every query head, and the query heads of a KV head
+# could share it.
 #
 # **In one paragraph.** A server's sequences have different lengths, and a tensor's rows have one. Instead of
 # filling the rows up, we put all tokens one after another, with a table that says where each sequence starts, how
