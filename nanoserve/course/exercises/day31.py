@@ -241,7 +241,7 @@ BYTES_IN_FLIGHT = Exercise(
 )  # fmt: skip
 
 
-def launch_of(rows, capability):
+def newest_row(rows, capability):
     """The launch of the newest row that is not newer than the GPU.
 
     `rows` holds (capability, launch) pairs in any order, capabilities as (major, minor). ValueError
@@ -372,7 +372,7 @@ def _oldest_for_all(rows, capability):
 def _newer_refused(rows, capability):
     if capability > max(rows)[0]:
         return _refuse(capability)
-    return launch_of(rows, capability)
+    return newest_row(rows, capability)
 
 
 def _launch_cases() -> list[Case]:
@@ -399,8 +399,8 @@ def _launch_cases() -> list[Case]:
     ]
 
 
-LAUNCH_OF = Exercise(
-    "launch_of",
+NEWEST_ROW = Exercise(
+    "newest_row",
     _launch_cases,
     hints={
         "order": (
@@ -422,14 +422,14 @@ LAUNCH_OF = Exercise(
             'if not usable: raise ValueError(f"no row for compute capability {capability}")',
         ),
     },
-    solution=launch_of,
+    solution=newest_row,
     wrong=(
         _equal_only, _next_newer, _first_that_fits, _last_that_fits, _oldest, _largest_launch,
         _as_text, _major_only, _part_by_part, _strictly_older, _oldest_for_all, _newer_refused,
     ),
 )  # fmt: skip
 
-EXERCISES = (BYTES_IN_FLIGHT, LAUNCH_OF)
+EXERCISES = (BYTES_IN_FLIGHT, NEWEST_ROW)
 
 REVIEW = (
     (

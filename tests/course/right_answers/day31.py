@@ -1,4 +1,4 @@
-"""Day 31: right answers to `bytes_in_flight` and `launch_of`, in several styles."""
+"""Day 31: right answers to `bytes_in_flight` and `newest_row`, in several styles."""
 
 from bisect import bisect_right
 
@@ -74,5 +74,5 @@ def by_bisection(rows, capability):
 
 RIGHT = {
     "bytes_in_flight": (by_early_returns, by_counting, by_remainder),
-    "launch_of": (by_sorting, by_number, by_bisection),
+    "newest_row": (by_sorting, by_number, by_bisection),
 }
