@@ -28,12 +28,12 @@ def of(f, grid=(1,)) -> Value:
 
 def lanes(f, grid=(1,)) -> torch.Tensor:
     """Its lanes: [*shape] of the only program."""
-    return of(f, grid).whole[0, 0, 0]
+    return of(f, grid).lanes[0, 0, 0]
 
 
 def block(*numbers, dtype=torch.int32) -> Value:
     """A block of these numbers, made inside a kernel."""
-    return Value(torch.tensor(numbers, dtype=dtype)[None, None, None], (len(numbers),))
+    return Value(torch.tensor(numbers, dtype=dtype)[None, None, None])
 
 
 def line_of(kernel, text: str) -> int:
@@ -127,13 +127,13 @@ def test_shapes_broadcast_from_the_last_axis():
 
 def test_a_block_is_indexed_by_none_alone():
     assert of(lambda: tl.arange(0, 4)[None, :, None]).shape == (1, 4, 1)
-    for index in (0, slice(0, 2), (slice(None), slice(None)), ...):
+    for index in (0, slice(0, 2), (slice(None), slice(None), None), ...):
         with refuses("can be indexed only by None and :"):
             of(lambda index=index: tl.arange(0, 4)[index])
 
 
 def test_a_ramp_stays_one_under_what_is_the_same_in_all_lanes():
-    assert of(lambda: (tl.program_id(0) * 8 + tl.arange(0, 8)).to(tl.int64)[None, :] - 3).ramp
+    assert of(lambda: (tl.program_id(0) * 8 + tl.arange(0, 8)).to(tl.int64)[None, :] - 3).width == 8
     for bent in (
         lambda: tl.arange(0, 8) * 2,
         lambda: tl.arange(0, 8) + tl.arange(0, 8),
@@ -142,7 +142,7 @@ def test_a_ramp_stays_one_under_what_is_the_same_in_all_lanes():
         lambda: tl.arange(0, 8) + 0.5,
         lambda: 8 - tl.arange(0, 8),
     ):
-        assert not of(bent).ramp
+        assert of(bent).width == 1
     assert lanes(lambda: tl.arange(250, 258).to(tl.uint8).to(tl.int32)).tolist() == [
         *range(250, 256),
         *range(2),
@@ -201,7 +201,7 @@ def test_dot_is_the_matrix_product_in_float32():
     a, b = torch.randn(2, 16), torch.randn(16, 4)
 
     def product(dtype=tl.float32, **options):
-        left, right = (Value(x.to(dtype)[None, None, None], tuple(x.shape)) for x in (a, b))
+        left, right = (Value(x.to(dtype)[None, None, None]) for x in (a, b))
         return tl.dot(left, right, **options)
 
     torch.testing.assert_close(lanes(product), a @ b)
@@ -608,7 +608,7 @@ def test_what_a_loop_makes_ends_with_it():
             last = i
         tl.store(out_ptr + tl.program_id(0), last)
 
-    with pytest.raises(UnboundLocalError, match="last"):
+    with refuses(rf"line {line_of(kernel, ', last)')}: UnboundLocalError: .*'last'"):
         kernel[(3,)](torch.zeros(4))
 
 
@@ -650,7 +650,9 @@ def test_bounds_of_a_loop():
     with refuses("integers, not blocks"):
         of(lambda: tl.range(tl.arange(0, 4)))
     with refuses("step of a loop must be above 0"):
-        of(lambda: tl.range(4, 0, -1))
+        of(lambda: tl.range(4, 0, 0))
+    with refuses("step of a loop must be above 0"):
+        of(lambda: tl.range(4, 0, tl.program_id(0) - 1))
     assert of(lambda: tl.range(0, tl.program_id(0).to(tl.int64))).start.dtype == tl.int64
     tl_range = of(lambda: tl.range(8, num_stages=2))
     assert (tl_range.start.data.item(), tl_range.stop.data.item()) == (0, 8)
@@ -759,7 +761,7 @@ def test_serial_catches_a_kernel_that_needs_an_order():
 
     def run(seed):
         x = torch.ones(9)
-        with tlsim.options(order="serial", seed=seed):
+        with tlsim.options(order="serial", seed=seed, checks=False):
             running_sum[(8,)](x)
         return tuple(x.tolist())
 
@@ -823,7 +825,7 @@ def test_an_argument_equal_to_1_is_a_constant_and_has_no_methods():
         tl.store(out_ptr, stride.to(tl.int64))
 
     kernel[(1,)](torch.zeros(4), 2, True)
-    with pytest.raises(AttributeError, match=r"equal to 1 is a constant in Triton, and has no .to"):
+    with refuses(r"equal to 1 is a constant in Triton, and has no .to"):
         kernel[(1,)](torch.zeros(4), 1, True)
 
 
@@ -878,7 +880,7 @@ def test_a_kernel_sees_jitted_functions_and_constexpr_globals_and_no_other():
         plain_global[(1,)](out)
     with refuses("plain_function reads the global unmarked, which is not marked @triton.jit"):
         plain_function[(1,)](out)
-    with pytest.raises(NameError, match="sorted"):
+    with refuses("NameError: name 'sorted' is not defined"):
         python_function[(1,)](out)
 
 
@@ -936,7 +938,7 @@ def test_what_tlsim_does_not_speak_is_named():
     def kernel(x_ptr):
         tl.sort(tl.load(x_ptr + tl.arange(0, 4)))
 
-    with pytest.raises(AttributeError, match=r"tlsim has no tl\.sort"):
+    with refuses(r"tlsim has no tl\.sort"):
         kernel[(1,)](torch.zeros(4))
 
 

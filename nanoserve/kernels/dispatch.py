@@ -1,24 +1,29 @@
 """The choice of a backend for paged attention, the checks of its arguments, and the launch."""
 
+import math
 import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
+from types import SimpleNamespace
 
 import torch
 
-from nanoserve.kernels import tlsim
+from nanoserve.kernels import split_kv, tlsim
 from nanoserve.kernels.paged_attention import paged_attention_kernel
 from nanoserve.kernels.reference import (
     PagedTables,
+    by_sequence,
     paged_attention_batch_reference,
     paged_attention_reference,
 )
 from nanoserve.kernels.sizes import next_power_of_2
+from nanoserve.kernels.split_kv import Launch, launch_of, num_workers
 
 BACKENDS = ("triton", "tlsim", "reference")
+KERNELS = ("split_kv", "day22")
 LEAST_CAPABILITY = (7, 5)  # that of a T4; Triton does not support older GPUs
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 INTEGERS = (torch.int32, torch.int64)  # of slots and block ids
@@ -90,6 +95,26 @@ _override: ContextVar[str | None] = ContextVar("backend", default=None)
 def _check_name(name: str) -> None:
     if name not in BACKENDS:
         raise ValueError(f"there is no backend {name!r}: the backends are {', '.join(BACKENDS)}")
+
+
+@contextmanager
+def use_kernel(name: str) -> Iterator[None]:
+    """Run paged attention with one kernel of KERNELS inside a `with` block, for comparisons.
+
+    "split_kv" is the engine's; "day22" is paged_attention_kernel, one program for each query and
+    head. Under "day22" a batch runs sequence by sequence, and reads the tables on the host. Raises
+    ValueError for another name.
+    """
+    if name not in KERNELS:
+        raise ValueError(f"there is no kernel {name!r}: the kernels are {', '.join(KERNELS)}")
+    token = _kernel.set(name)
+    try:
+        yield
+    finally:
+        _kernel.reset(token)
+
+
+_kernel: ContextVar[str] = ContextVar("kernel", default="split_kv")
 
 
 @cache
@@ -205,7 +230,7 @@ def _check_tables(tables: PagedTables, num_tokens: int, num_slots: int) -> None:
             raise ValueError(f"sequence {i} has query_len {query_len}, more than kv_len {kv_len}")
     num_blocks, blocks = num_slots // tables.block_size, tables.block_tables
     low, high = (int(block) for block in blocks.aminmax())
-    if 0 <= low and high < num_blocks:
+    if low >= 0 and high < num_blocks:
         return
     firsts = torch.arange(blocks.shape[1], device=blocks.device) * tables.block_size
     used = firsts < tables.kv_lens[:, None]  # the entries past a sequence's tokens may be anything
@@ -298,6 +323,151 @@ def launch(
     return out
 
 
+def launch_batch(
+    kernels: object,
+    q: torch.Tensor,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    tables: PagedTables,
+    n_rep: int,
+    scale: float | None,
+    launch: Launch,
+    workers: int = 0,
+    overlap: bool = False,
+) -> torch.Tensor:
+    """Launch packed_kernel; or, with workers, split_kv_kernel and merge_kernel.
+
+    `kernels` has the three under these names, jitted by Triton or by tlsim. Other arguments and
+    result as for paged_attention_batch_reference. A split needs sequences whose queries fit in the
+    rows of one tile. `overlap` starts the merge early, which needs compute capability 9.0.
+    """
+    num_tokens, n_q, head_dim = q.shape
+    num_seqs, n_kv = len(tables.kv_lens), k_pool.shape[1]
+    rows = max(launch.rows, next_power_of_2(n_rep))
+    one_tile = tables.max_query_len <= rows // n_rep  # for each sequence
+    longest = max(x.stride(0) * len(x) for x in (k_pool, v_pool))
+    shape = {
+        "N_REP": n_rep,
+        "HEAD_DIM": head_dim,
+        "BLOCK_D": max(16, next_power_of_2(head_dim)),
+        "ROWS": rows,
+        "TILE": launch.tile,
+    }
+    sizes = {"BLOCK_SIZE": tables.block_size, "LONG": longest >= 1 << 31, **shape}
+    compiler = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
+    blocks = tables.block_tables.contiguous()  # the engine's tables are: no copy
+    kv_lens, starts = tables.kv_lens.contiguous(), tables.query_starts.contiguous()
+    scale = (head_dim**-0.5 if scale is None else float(scale)) * LOG2_E
+    strides = (*q.stride()[:2], *k_pool.stride()[:2], *v_pool.stride()[:2], blocks.stride(0))
+    inputs = (q, k_pool, v_pool, blocks, kv_lens, starts)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    seqs = next_power_of_2(num_seqs)
+    if not workers:
+        tiles = num_seqs if one_tile else num_tokens // (rows // n_rep) + num_seqs
+        seqs = 1 if one_tile else max(2, seqs)
+        kernels.packed_kernel[(n_kv, tiles)](
+            *inputs, out, scale, num_seqs, *strides, SEQS=seqs, **sizes, **compiler
+        )
+        return out
+    parts = (workers + num_seqs, n_kv, rows)
+    part = torch.empty(*parts, head_dim, dtype=torch.float32, device=q.device)
+    lse = torch.empty(parts, dtype=torch.float32, device=q.device)
+    both = {"SEQS": seqs, "OVERLAP": overlap}
+    kernels.split_kv_kernel[(n_kv, workers)](
+        *inputs, out, part, lse, scale, num_seqs, *strides, **both, **sizes, **compiler
+    )
+    compiler = {"num_warps": 1} | ({"launch_pdl": True} if overlap else {})
+    kernels.merge_kernel[(n_kv, workers, n_rep * tables.max_query_len)](
+        part, lse, kv_lens, starts, out, num_seqs, PARTS=32, **both, **shape, **compiler
+    )
+    return out
+
+
+LOG2_E = math.log2(math.e)  # 2 ** (x * LOG2_E) is e ** x
+
+
+def paged_attention_batch_triton(
+    q: torch.Tensor,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    tables: PagedTables,
+    n_rep: int,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Paged attention of many sequences by Triton: compiled, or interpreted.
+
+    Arguments and result as for paged_attention_batch_reference; ValueError as for check_batch.
+    """
+    check_batch(q, k_pool, v_pool, tables, n_rep)
+    return _batch_triton(q, k_pool, v_pool, tables, n_rep, scale)
+
+
+def _batch_triton(q, k_pool, v_pool, tables, n_rep, scale):
+    capability, multiprocessors = _gpu(q.device)
+    head_dim, n_kv, num_seqs = q.shape[2], k_pool.shape[1], len(tables.kv_lens)
+    launch = launch_of("split", capability, head_dim, q.dtype)
+    if tables.max_query_len > max(launch.rows, next_power_of_2(n_rep)) // n_rep:
+        launch, workers = launch_of("prefill", capability, head_dim, q.dtype), 0
+    else:
+        tiles = num_seqs * -(-tables.max_kv_len // launch.tile)
+        workers = num_workers(multiprocessors, n_kv, num_seqs, tiles, launch.programs)
+        launch = launch if workers else launch_of("packed", capability, head_dim, q.dtype)
+    overlap = capability >= (9, 0) and _can_overlap()
+    with torch.cuda.device_of(q):
+        return launch_batch(
+            split_kv, q, k_pool, v_pool, tables, n_rep, scale, launch, workers, overlap
+        )
+
+
+@cache
+def _gpu(device: torch.device) -> tuple[tuple[int, int], int]:
+    """(compute capability, multiprocessors) of a GPU. Triton's interpreter acts as a small GPU."""
+    if device.type != "cuda":
+        return (8, 0), 4
+    found = torch.cuda.get_device_properties(device)
+    return (found.major, found.minor), found.multi_processor_count
+
+
+@cache
+def _can_overlap() -> bool:
+    """Whether this Triton has programmatic dependent launch (3.4 and newer)."""
+    import triton.language as tl
+
+    return hasattr(getattr(tl.extra, "cuda", None), "gdc_wait")
+
+
+def paged_attention_batch_tlsim(
+    q: torch.Tensor,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    tables: PagedTables,
+    n_rep: int,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Paged attention of many sequences by the same kernel under tlsim, without tlsim's checks.
+
+    Arguments and result as for paged_attention_batch_reference; ValueError as for check_batch.
+    """
+    check_batch(q, k_pool, v_pool, tables, n_rep)
+    return _batch_tlsim(q, k_pool, v_pool, tables, n_rep, scale)
+
+
+def _batch_tlsim(q, k_pool, v_pool, tables, n_rep, scale):
+    rows = next_power_of_2(n_rep * min(tables.max_query_len, 64))
+    tile = min(512, max(16, next_power_of_2(tables.max_kv_len)))
+    with tlsim.options(checks=False):
+        return launch_batch(
+            _simulated_kernels(), q, k_pool, v_pool, tables, n_rep, scale, Launch(rows, tile, 1, 1)
+        )
+
+
+@cache
+def _simulated_kernels() -> SimpleNamespace:
+    """The kernels of split_kv under tlsim, which reads their source once."""
+    names = ("packed_kernel", "split_kv_kernel", "merge_kernel")
+    return SimpleNamespace(**{name: tlsim.jit(getattr(split_kv, name)) for name in names})
+
+
 def paged_attention_triton(
     q: torch.Tensor,
     k_pool: torch.Tensor,
@@ -311,8 +481,11 @@ def paged_attention_triton(
     Arguments and result as for paged_attention_reference; ValueError as for check_attention.
     """
     check_attention(q, k_pool, v_pool, slot_mapping, n_rep)
-    with torch.cuda.device_of(q):
-        return launch(paged_attention_kernel, q, k_pool, v_pool, slot_mapping, n_rep, scale)
+    if _kernel.get() == "day22":
+        with torch.cuda.device_of(q):
+            return launch(paged_attention_kernel, q, k_pool, v_pool, slot_mapping, n_rep, scale)
+    tables = PagedTables.from_slots(slot_mapping, q.shape[2])
+    return _one_sequence(_batch_triton(_packed(q), k_pool, v_pool, tables, n_rep, scale))
 
 
 def paged_attention_tlsim(
@@ -328,15 +501,28 @@ def paged_attention_tlsim(
     Arguments and result as for paged_attention_reference; ValueError as for check_attention.
     """
     check_attention(q, k_pool, v_pool, slot_mapping, n_rep)
-    programs = min(q.shape[1] * q.shape[2], 512)
-    tile = next_power_of_2(min(len(slot_mapping), 512, LANES // programs))
-    with tlsim.options(checks=False, wave=512):
-        kernel = _simulated(paged_attention_kernel)
-        return launch(kernel, q, k_pool, v_pool, slot_mapping, n_rep, scale, tile)
+    if _kernel.get() == "day22":
+        programs = min(q.shape[1] * q.shape[2], 512)
+        tile = next_power_of_2(min(len(slot_mapping), 512, LANES // programs))
+        with tlsim.options(checks=False, wave=512):
+            kernel = _simulated(paged_attention_kernel)
+            return launch(kernel, q, k_pool, v_pool, slot_mapping, n_rep, scale, tile)
+    tables = PagedTables.from_slots(slot_mapping, q.shape[2])
+    return _one_sequence(_batch_tlsim(_packed(q), k_pool, v_pool, tables, n_rep, scale))
 
 
 _simulated = cache(tlsim.jit)  # reads the source of a kernel once
 LANES = 1 << 15  # keys per loop iteration, over all programs of a wave; they fit the CPU's cache
+
+
+def _packed(q: torch.Tensor) -> torch.Tensor:
+    """[1, n_q, query_len, head_dim] -> [query_len, n_q, head_dim], a view."""
+    return q[0].transpose(0, 1)
+
+
+def _one_sequence(out: torch.Tensor) -> torch.Tensor:
+    """[query_len, n_q, head_dim] -> [1, n_q, query_len, head_dim], a view."""
+    return out.transpose(0, 1)[None]
 
 
 def paged_attention_dispatch(
@@ -374,6 +560,13 @@ def paged_attention_batch_dispatch(
     Arguments and result as for paged_attention_batch_reference; every backend's result is within
     `tolerance` of the reference's. Raises ValueError as check_batch and select_backend do.
     """
-    select_backend(q.device)
+    backend = select_backend(q.device)
+    if _kernel.get() == "day22":
+        check_batch(q, k_pool, v_pool, tables, n_rep)
+        return by_sequence(paged_attention_dispatch, q, k_pool, v_pool, tables, n_rep, scale)
+    if backend == "triton":
+        return paged_attention_batch_triton(q, k_pool, v_pool, tables, n_rep, scale)
+    if backend == "tlsim":
+        return paged_attention_batch_tlsim(q, k_pool, v_pool, tables, n_rep, scale)
     check_batch(q, k_pool, v_pool, tables, n_rep)
     return paged_attention_batch_reference(q, k_pool, v_pool, tables, n_rep, scale)

@@ -1,5 +1,6 @@
 """The oracle of paged attention: gather keys and values by slot, then sum explicitly."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -131,6 +132,22 @@ def paged_attention_batch_reference(
     paged_attention_reference -> [num_tokens, n_q, head_dim]. Query i of a sequence sees its first
     kv_len - query_len + i + 1 tokens. A sequence with kv_len 0 (a padded row) gives zeros.
     """
+    return by_sequence(paged_attention_reference, q, k_pool, v_pool, tables, n_rep, scale)
+
+
+def by_sequence(
+    attend: Callable[..., torch.Tensor],
+    q: torch.Tensor,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    tables: PagedTables,
+    n_rep: int,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """The batch form of `attend`, a single-sequence form: one call for each sequence.
+
+    Arguments and result as for paged_attention_batch_reference. The tables are read on the host.
+    """
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     starts = tables.query_starts.tolist()
     for sequence, kv_len in enumerate(tables.kv_lens.tolist()):
@@ -139,6 +156,6 @@ def paged_attention_batch_reference(
             continue
         queries = q[rows].transpose(0, 1)[None]  # [1, n_q, query_len, head_dim]
         slots = tables.slot_mapping(sequence)
-        result = paged_attention_reference(queries, k_pool, v_pool, slots, n_rep, scale)
+        result = attend(queries, k_pool, v_pool, slots, n_rep, scale)
         out[rows] = result[0].transpose(0, 1)
     return out

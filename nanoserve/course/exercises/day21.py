@@ -542,7 +542,7 @@ def look(fault: str, tile: int) -> tuple[dict[str, tlsim.Access], str]:
             told = "not pool[slot_mapping], first at position {}, head {}".format(*wrong[0])
     except tlsim.KernelError as error:
         told = str(error).splitlines()[0].partition(", ")[2].partition(", ")[2]
-    with tlsim.trace() as trace, tlsim.options(checks=False), suppress(IndexError, RuntimeError):
+    with tlsim.trace() as trace, tlsim.options(checks=False), suppress(tlsim.KernelError):
         launch(kernel, pool, mapping, torch.empty_like(out), SEQ, tile)
     return {access.name: access for access in trace.accesses}, told
 

@@ -5,37 +5,46 @@
 
     double[(4,)](x, n, BLOCK=32)                       # all programs side by side, in lockstep
     with tlsim.options(order="serial"): ...            # one program at a time, in a random order
+    with tlsim.options(checks=False, replay=True): ... # record a launch once, then replay it
     with tlsim.trace() as accesses: ...                # record every load and store
 
-`tlsim` replaces `triton` in a kernel, and `tlsim.language` replaces `triton.language`. Values and
-dtypes are Triton's (tests/interpreted compares them), with these deliberate differences:
+`tlsim` replaces `triton` in a kernel, and `tlsim.language` replaces `triton.language`.
+
+The core, which Days 21 and 22 build:
+
+    values.py    numbers, blocks and pointers of all programs at once
+    memory.py    load and store
+    language.py  program ids, blocks, reductions, functions: the names of triton.language
+    launch.py    a kernel on a grid
+    loops.py     loops whose bounds differ by program
+
+Around it, in the appendix:
+
+    grid.py      options, waves of programs, errors with the kernel's line
+    rules.py     Triton's rules of dtypes, shapes and conditions
+    source.py    reads a kernel's source, binds its names, and checks `if` and `while`
+    accesses.py  the sanitizer and the trace
+    replay.py    capture and replay
+
+Values and dtypes are Triton's (tests/interpreted compares them), with these deliberate differences:
 
 - A load without `other` returns NaN in lanes where the mask is false.
 - tl.max and tl.min return NaN if an element is NaN.
 - tl.dot never rounds its operands to TF32.
-- tl.atomic_add returns nothing.
 - A mask must broadcast to the shape of the pointers.
-- The step of a loop must be positive.
+- tl.atomic_add returns nothing: the numbers before depend on the order of the programs.
+- The index of a loop ends with the loop. Triton accepts it later, and gives an undefined number.
 - In lockstep, `if`, `while`, `and` and `or` refuse a condition that depends on the program.
 
 Not supported: block pointers, tensor descriptors, scans, sorts and random numbers.
 """
 
-from nanoserve.kernels.sizes import next_power_of_2
-from nanoserve.kernels.tlsim import language
-from nanoserve.kernels.tlsim.grid import KernelError, options
-from nanoserve.kernels.tlsim.language import cdiv
-from nanoserve.kernels.tlsim.launch import jit
-from nanoserve.kernels.tlsim.memory import Access, Trace, trace
-
-__all__ = [
-    "Access",
-    "KernelError",
-    "Trace",
-    "cdiv",
-    "jit",
-    "language",
-    "next_power_of_2",
-    "options",
-    "trace",
-]
+from nanoserve.kernels.sizes import next_power_of_2 as next_power_of_2
+from nanoserve.kernels.tlsim import language as language
+from nanoserve.kernels.tlsim.accesses import Access as Access
+from nanoserve.kernels.tlsim.accesses import Trace as Trace
+from nanoserve.kernels.tlsim.accesses import trace as trace
+from nanoserve.kernels.tlsim.grid import KernelError as KernelError
+from nanoserve.kernels.tlsim.grid import options as options
+from nanoserve.kernels.tlsim.language import cdiv as cdiv
+from nanoserve.kernels.tlsim.launch import jit as jit

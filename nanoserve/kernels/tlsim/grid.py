@@ -1,12 +1,13 @@
-"""The programs that run side by side, the options of a run, and the errors of a kernel."""
+"""The options of a run, the programs that run side by side, and the errors of a kernel."""
 
 import linecache
-import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,10 +21,12 @@ class Options:
     """Options of a run.
 
     order   "lockstep": all programs side by side; "serial": one by one, in random order
-    checks  refuse accesses outside a buffer, and stores of two programs to one address
+    checks  refuse wrong accesses; and run code that no program runs, because Triton compiles it
     poison  also refuse a load of NaN
     seed    of the random order
-    wave    the largest number of programs that run side by side; it limits only the memory used
+    wave    about the largest number of programs that run side by side; it limits the memory used
+    replay  record a launch once, then replay its torch calls; in lockstep, without checks or poison
+    trace   a Trace, which records each load and store
     """
 
     order: str = "lockstep"
@@ -31,12 +34,19 @@ class Options:
     poison: bool = False
     seed: int = 0
     wave: int = 1024
+    replay: bool = False
+    trace: Any = None
 
     def __post_init__(self) -> None:
-        if self.order not in ("lockstep", "serial"):
-            raise ValueError(f'order must be "lockstep" or "serial", got {self.order!r}')
-        if self.wave < 1:
-            raise ValueError(f"wave must be at least 1, got {self.wave}")
+        if self.order not in ("lockstep", "serial") or self.wave < 1:
+            rule = 'order must be "lockstep" or "serial", and wave must be at least 1'
+            raise ValueError(f"{rule}: got {self.order!r} and {self.wave}")
+
+    @property
+    def replays(self) -> bool:
+        """Whether launches are recorded and replayed."""
+        watched = self.checks or self.poison or self.trace is not None
+        return self.replay and self.order == "lockstep" and not watched
 
 
 @dataclass
@@ -44,10 +54,10 @@ class Wave:
     """Programs that run side by side, part of a grid. Every Value starts with the axes x, y, z."""
 
     grid: tuple[int, int, int]
-    ids: tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # int32 [x, 1, 1], [1, y, 1], [1, 1, z]
+    ids: tuple[torch.Tensor, ...]  # int32 [x, 1, 1], [1, y, 1], [1, 1, z]
     options: Options
-    writers: dict[tuple[int, int], torch.Tensor]  # by buffer: each element's last writer, or -1
-    active: torch.Tensor | None = None  # [x, y, z], programs still in the loop; None: all
+    accessed: dict  # of the sanitizer: who has accessed what, for all waves of a launch
+    active: torch.Tensor | None = None  # broadcasts to [x, y, z]: programs that run; None: all
 
     @property
     def programs(self) -> torch.Tensor:
@@ -55,35 +65,59 @@ class Wave:
         x, y, z = (ids.long() for ids in self.ids)
         return x + self.grid[0] * (y + self.grid[1] * z)
 
+    @property
+    def off(self) -> bool:
+        """Whether no program runs: the code runs only to be checked."""
+        return self.options.checks and self.active is not None and not self.active.any()
+
 
 _options: ContextVar[Options] = ContextVar("options")
 _wave: ContextVar[Wave] = ContextVar("wave")
 
 
+def options_now() -> Options:
+    """The options that hold now."""
+    return _options.get(None) or Options()
+
+
 @contextmanager
 def options(**changes: object) -> Iterator[Options]:
     """Launch kernels with changed Options inside a `with` block; `changes` are fields."""
-    token = _options.set(replace(_options.get(Options()), **changes))
+    token = _options.set(replace(options_now(), **changes))
     try:
-        yield _options.get()
+        yield options_now()
     finally:
         _options.reset(token)
 
 
 def current() -> Wave:
     """The wave that runs now. Raises KernelError outside a kernel."""
-    wave = _wave.get(None)
-    if wave is None:
+    if (wave := _wave.get(None)) is None:
         raise KernelError("this works only inside a kernel: launch a kernel with kernel[grid](...)")
     return wave
 
 
-def kernel_line() -> tuple[str, int]:
+@contextmanager
+def running(wave: Wave) -> Iterator[None]:
+    """Run a kernel for a wave. An error of Python or torch becomes one with the kernel's line."""
+    token = _wave.set(wave)
+    try:
+        yield
+    except KernelError:
+        raise
+    except Exception as error:
+        name = "" if isinstance(error, RuntimeError) else f"{type(error).__name__}: "
+        raise fault(f"{name}{error}", error=error) from error
+    finally:
+        _wave.reset(token)
+
+
+def kernel_line(error: Exception | None = None) -> tuple[str, int]:
     """File and line of the running kernel, from the innermost frame that tlsim compiled."""
-    frame = sys._getframe(1)
-    while frame and "__tlsim__" not in frame.f_globals:
-        frame = frame.f_back
-    return (frame.f_code.co_filename, frame.f_lineno) if frame else ("no kernel", 0)
+    inward = list(traceback.walk_tb(error.__traceback__)) if error else []
+    frames = inward[::-1] or traceback.walk_stack(None)
+    found = ((f.f_code.co_filename, line) for f, line in frames if "__tlsim__" in f.f_globals)
+    return next(found, ("no kernel", 0))
 
 
 def source_name(file: str) -> str:
@@ -91,14 +125,13 @@ def source_name(file: str) -> str:
     return "cell" if "ipykernel" in file or file.startswith("<") else Path(file).name
 
 
-def fault(what: str, program: int | None = None, lane: tuple[int, ...] = ()) -> KernelError:
+def fault(what: str, program: int | None = None, lane: tuple = (), error=None) -> KernelError:
     """A KernelError that names the kernel's line and, if given, a program and a lane."""
-    file, line = kernel_line()
+    file, line = kernel_line(error)
     where = f"{source_name(file)}, line {line}"
     if program is not None:
         x, y, z = current().grid
         place = (program % x, program // x % y, program // (x * y))
         where += f", program {place[: 3 if z > 1 else 2 if y > 1 else 1]}"
-    if lane:
-        where += f", lane {list(lane)}"
+    where += f", lane {list(lane)}" if lane else ""
     return KernelError(f"{where}: {what}\n    {linecache.getline(file, line).strip()}".rstrip())
