@@ -341,7 +341,7 @@ def launch_batch(
     result as for paged_attention_batch_reference. A split needs sequences whose queries fit in the
     rows of one tile. `overlap` starts the merge early, which needs compute capability 9.0.
     """
-    num_tokens, n_q, head_dim = q.shape
+    num_tokens, _, head_dim = q.shape
     num_seqs, n_kv = len(tables.kv_lens), k_pool.shape[1]
     rows = max(launch.rows, next_power_of_2(n_rep))
     one_tile = tables.max_query_len <= rows // n_rep  # for each sequence

@@ -56,6 +56,7 @@ def fold_keys(
     v_ptr,
     v_slot,
     table_ptr,
+    scale,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
@@ -63,11 +64,10 @@ def fold_keys(
 ):
     """Fold the keys and values of the positions from low to high, TILE at a time.
 
-    q [ROWS, BLOCK_D], scaled by log2(e) too. Returns the streaming softmax to base 2 (Milakov and
+    q [ROWS, BLOCK_D]; `scale` includes the factor log2(e). Returns the streaming softmax to base 2 (Milakov and
     Gimelshein 2018): m [ROWS], the largest score; l [ROWS], the sum of 2 ** (score - m); and acc
     [ROWS, BLOCK_D], the sum of 2 ** (score - m) * value.
     """
-    q = q.to(k_ptr.dtype.element_ty)
     # Positions and channels past the end are clamped, so that no load of K and V needs a mask. The
     # scores of such positions are masked, and q is 0 in such channels.
     channel = tl.arange(0, q.shape[1])
@@ -86,7 +86,8 @@ def fold_keys(
         v = tl.load(v_ptr + (slot * v_slot)[:, None] + channel[None, :])
 
         score = tl.dot(q, tl.trans(k), input_precision="ieee")  # [ROWS, TILE]; no TF32
-        score = tl.where(position[None, :] < sees[:, None], score, float("-inf"))
+        # scaled here, in float32: a q that is scaled first is rounded to q's dtype once more
+        score = tl.where(position[None, :] < sees[:, None], score * scale, float("-inf"))
         m_new = tl.maximum(m, tl.max(score, axis=1))
         alpha = tl.exp2(m - m_new)  # rescales the sums made with the old maximum
         p = tl.exp2(score - m_new[:, None])
@@ -146,9 +147,8 @@ def packed_kernel(
     )
     k, v, table = k_ptr + kv_head * k_head, v_ptr + kv_head * v_head, table_ptr + seq * table_seq
     high = tl.minimum(kv_len, tl.max(sees, axis=0))  # no query of the tile sees a later key
-    q = q.to(tl.float32) * scale
     _, l, acc = fold_keys(
-        q, sees, 0, high, k, k_slot, v, v_slot, table, HEAD_DIM, BLOCK_SIZE, TILE, LONG
+        q, sees, 0, high, k, k_slot, v, v_slot, table, scale, HEAD_DIM, BLOCK_SIZE, TILE, LONG
     )
     out = acc / tl.where(l == 0.0, 1.0, l)[:, None]  # without a key, the result is 0
     dim = tl.arange(0, BLOCK_D)
@@ -228,10 +228,9 @@ def split_kv_kernel(
         q, row, used, sees = load_queries(
             q_ptr, q_token, q_head, start_ptr, seq, 0, kv_len, N_REP, HEAD_DIM, BLOCK_D, ROWS
         )
-        q = q.to(tl.float32) * scale
-        table = table_ptr + seq * table_seq
+            table = table_ptr + seq * table_seq
         m, l, acc = fold_keys(
-            q, sees, low, high, k, k_slot, v, v_slot, table, HEAD_DIM, BLOCK_SIZE, TILE, LONG
+            q, sees, low, high, k, k_slot, v, v_slot, table, scale, HEAD_DIM, BLOCK_SIZE, TILE, LONG
         )
         out = acc / tl.where(l == 0.0, 1.0, l)[:, None]
         mask = used[:, None] & (dim < HEAD_DIM)[None, :]
