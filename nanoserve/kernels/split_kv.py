@@ -64,9 +64,9 @@ def fold_keys(
 ):
     """Fold the keys and values of the positions from low to high, TILE at a time.
 
-    q [ROWS, BLOCK_D]; `scale` includes the factor log2(e). Returns the streaming softmax to base 2 (Milakov and
-    Gimelshein 2018): m [ROWS], the largest score; l [ROWS], the sum of 2 ** (score - m); and acc
-    [ROWS, BLOCK_D], the sum of 2 ** (score - m) * value.
+    q [ROWS, BLOCK_D]; `scale` includes the factor log2(e). Returns the streaming softmax to base 2
+    (Milakov and Gimelshein 2018): m [ROWS], the largest score; l [ROWS], the sum of 2 ** (score -
+    m); and acc [ROWS, BLOCK_D], the sum of 2 ** (score - m) * value.
     """
     # Positions and channels past the end are clamped, so that no load of K and V needs a mask. The
     # scores of such positions are masked, and q is 0 in such channels.
@@ -228,7 +228,7 @@ def split_kv_kernel(
         q, row, used, sees = load_queries(
             q_ptr, q_token, q_head, start_ptr, seq, 0, kv_len, N_REP, HEAD_DIM, BLOCK_D, ROWS
         )
-            table = table_ptr + seq * table_seq
+        table = table_ptr + seq * table_seq
         m, l, acc = fold_keys(
             q, sees, low, high, k, k_slot, v, v_slot, table, scale, HEAD_DIM, BLOCK_SIZE, TILE, LONG
         )
