@@ -98,6 +98,15 @@ def current() -> Wave:
 
 
 @contextmanager
+def off() -> Iterator[None]:
+    """Run code of a kernel with all programs off: it computes, and neither loads nor stores."""
+    wave, outer = current(), current().active
+    wave.active = torch.zeros(1, 1, 1, dtype=torch.bool, device=wave.ids[0].device)
+    yield
+    wave.active = outer
+
+
+@contextmanager
 def running(wave: Wave) -> Iterator[None]:
     """Run a kernel for a wave. An error of Python or torch becomes one with the kernel's line."""
     token = _wave.set(wave)
@@ -113,11 +122,12 @@ def running(wave: Wave) -> Iterator[None]:
 
 
 def kernel_line(error: Exception | None = None) -> tuple[str, int]:
-    """File and line of the running kernel, from the innermost frame that tlsim compiled."""
+    """File and line of the statement that runs, in the innermost kernel."""
     inward = list(traceback.walk_tb(error.__traceback__)) if error else []
-    frames = inward[::-1] or traceback.walk_stack(None)
-    found = ((f.f_code.co_filename, line) for f, line in frames if "__tlsim__" in f.f_globals)
-    return next(found, ("no kernel", 0))
+    for frame, _ in inward[::-1] or traceback.walk_stack(None):
+        if "statement" in frame.f_locals and frame.f_code.co_name == "block":  # of source.Run
+            return frame.f_locals["self"].file, frame.f_locals["statement"].lineno
+    return "no kernel", 0
 
 
 def source_name(file: str) -> str:

@@ -22,18 +22,13 @@ class Kernel:
     def __init__(self, fn: Callable) -> None:
         while hasattr(fn, "fn"):  # wrapped by triton.jit or triton.autotune
             fn = fn.fn
-        self.fn = fn
         update_wrapper(self, fn)
-        self.signature, self.source, self.recordings = (
-            inspect.signature(fn),
-            Source(fn),
-            Recordings(self),
-        )
+        self.fn, self.source, self.recordings = fn, Source(fn), Recordings(self)
+        self.signature = inspect.signature(fn)
         self.parameters = self.signature.parameters.keys()
         kinds = ((name, p.annotation) for name, p in self.signature.parameters.items())
-        self.constants = {
-            n for n, k in kinds if getattr(k, "__name__", str(k)).endswith("constexpr")
-        }
+        constexpr = lambda kind: getattr(kind, "__name__", str(kind)).endswith("constexpr")  # noqa: E731
+        self.constants = {name for name, kind in kinds if constexpr(kind)}
 
     def __getitem__(self, grid: Any) -> Callable:
         return partial(self.launch, grid)
@@ -41,7 +36,7 @@ class Kernel:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run this kernel inside another kernel, which calls it."""
         current()
-        return self.source.function()(*args, **kwargs)
+        return self.source.run(self._bind(args, kwargs))
 
     @torch.no_grad()
     def launch(self, grid: Any, *args: Any, **kwargs: Any) -> None:
@@ -53,7 +48,7 @@ class Kernel:
         """
         given = dict(zip(self.parameters, args, strict=False)) | kwargs
         if len(args) + len(kwargs) != len(given) or given.keys() != self.parameters:
-            given = self._bind(args, kwargs)
+            given = self._bind(args, {name: x for name, x in kwargs.items() if name not in HINTS})
         grid = grid(given) if callable(grid) else grid
         grid = (grid,) if isinstance(grid, int) else grid
         sizes = isinstance(grid, tuple) and all(isinstance(n, int) and n >= 0 for n in grid)
@@ -63,7 +58,7 @@ class Kernel:
         run((*grid, 1, 1)[:3], given)
 
     def _bind(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-        kwargs = {name: x for name, x in kwargs.items() if name not in HINTS}
+        """Arguments by name, with the defaults."""
         try:
             bound = self.signature.bind(*args, **kwargs)
         except TypeError as error:
@@ -71,21 +66,22 @@ class Kernel:
         bound.apply_defaults()
         return bound.arguments
 
-    def run(self, grid: tuple[int, int, int], given: dict[str, Any], numbers: Any = ()) -> None:
-        """Run the kernel for each wave of the grid's programs. `numbers` has the data of numbers
-        that are tensors already, because a recording needs them."""
+    def run(self, grid: tuple[int, int, int], given: dict[str, Any], inputs: Any = ()) -> None:
+        """Run the kernel for each wave of programs. `inputs`: numbers that are tensors already."""
         devices = {x.device for x in given.values() if isinstance(x, torch.Tensor)}
         if len(devices) > 1:
             raise ValueError(f"{self.__name__}: needs one device, got {sorted(map(str, devices))}")
-        for name, x in given.items():
-            if not (name in self.constants or x is None or isinstance(x, ARGUMENTS)):
-                raise TypeError(f"{self.__name__}: {name} must not be a {type(x).__name__}")
-        function, accessed = self.source.function(), {}
-        for ids in waves(grid, options_now()):
-            wave = Wave(grid, tuple(part.to(*devices) for part in ids), options_now(), accessed)
-            with running(wave):
-                arguments = {name: self._argument(name, x) for name, x in given.items()}
-                function(**arguments | {name: Value(numbers[name]) for name in numbers})
+        for name in given.keys() - self.constants:
+            if not isinstance(given[name], torch.Tensor | int | float | None):
+                kind = type(given[name]).__name__
+                raise TypeError(f"{self.__name__}: {name} must not be a {kind}")
+        options, accessed = options_now(), {}
+        for ids in waves(grid, options):
+            with running(Wave(grid, tuple(part.to(*devices) for part in ids), options, accessed)):
+                numbers = {name: Value(inputs[name]) for name in inputs}
+                self.source.run(
+                    {name: self._argument(name, x) for name, x in given.items()} | numbers
+                )
 
     def _argument(self, name: str, x: Any) -> Any:
         if x is None or name in self.constants:
@@ -95,21 +91,18 @@ class Kernel:
         return One(1) if type(x) is int and x == 1 else as_value(x)
 
 
-ARGUMENTS = (torch.Tensor, int, float)
-
-
 def waves(grid: tuple[int, int, int], options: Options) -> Iterator[tuple[torch.Tensor, ...]]:
     """The ids of each wave's programs, in the form of Wave.ids. Waves cut the longest axis."""
-    (x, y, _), size = grid, grid[0] * grid[1] * grid[2]
+    (x, y, z), axis = grid, grid.index(max(grid))
     if options.order == "serial":
         shuffled = torch.Generator().manual_seed(options.seed)
-        for program in torch.randperm(size, generator=shuffled).tolist():
+        for program in torch.randperm(x * y * z, generator=shuffled).tolist():
             place = (program % x, program // x % y, program // (x * y))
             yield tuple(torch.full((1, 1, 1), i, dtype=torch.int32) for i in place)
-    elif size:
+    elif x * y * z:
         i, j, k = (torch.arange(n, dtype=torch.int32) for n in grid)
-        ids, axis = [i.view(-1, 1, 1), j.view(1, -1, 1), k.view(1, 1, -1)], grid.index(max(grid))
-        for part in ids[axis].split(max(1, options.wave * max(grid) // size), axis):
+        ids = [i.view(-1, 1, 1), j.view(1, -1, 1), k.view(1, 1, -1)]
+        for part in ids[axis].split(max(1, options.wave * grid[axis] // (x * y * z)), axis):
             yield *ids[:axis], part, *ids[axis + 1 :]
 
 

@@ -19,8 +19,12 @@ def load(pointer: Value, mask: Any = None, other: Any = None, **_) -> Value:
     if other is not None and mask is None:
         raise fault("tl.load takes `other` only with a mask")
     mask, live = access("load", pointer, mask)
-    flat = pointer.buffer.flat
-    data = take(flat, pointer.data, pointer.width, live is not None)
+    flat, at, width = pointer.buffer.flat, pointer.data, pointer.width
+    if live is not None:  # lanes that take no part may point anywhere
+        rows = live.any(-1, keepdim=True) if width > 1 else live
+        at = torch.where(rows, at, 0)
+    shape = at.shape if width == 1 else (*at.shape[:-1], width)
+    data = take(flat, at.flatten(), width, shape, live is not None)
     if mask is not None:
         undefined = torch.nan if flat.is_floating_point() else 0
         other = fitting(pointer, undefined if other is None else other, "a value")
@@ -45,15 +49,14 @@ def store(pointer: Value, value: Any, mask: Any = None, adds: bool = False, **_)
 
 
 @one_step
-def take(flat: torch.Tensor, at: torch.Tensor, width: int, anywhere: bool) -> torch.Tensor:
-    """flat[at], or rows of `width` elements from `at` [.., 1]. With `anywhere`, offsets outside
-    `flat` give any number: their lanes take no part."""
-    last = len(flat) - width
-    low, high = map(int, at.aminmax()) if anywhere and width > 1 else (0, 0)
-    if low < 0 or high > last:
-        at, width, last = Value(at, width=width).lanes, 1, len(flat) - 1  # rows partly inside
-    if last < 0:
-        return flat.new_zeros(()).expand(at.shape)
-    at = at.clamp(0, last) if anywhere else at
-    rows = flat.unfold(0, width, 1).index_select(0, at.flatten())  # of all rows, by their start
-    return rows.view(*at.shape[:-1], width) if width > 1 else rows.view(at.shape)
+def take(flat: torch.Tensor, at: torch.Tensor, width: int, shape: tuple, masked: bool) -> Any:
+    """Rows of `width` neighbours in flat, from the offsets `at` on, viewed as shape. Of a masked
+    row, the lanes outside flat give any number."""
+    try:
+        return flat.unfold(0, width, 1).index_select(0, at).view(shape)  # all rows, by their start
+    except (IndexError, RuntimeError):  # a row is partly outside
+        if not masked:
+            raise
+        at = at[:, None] + torch.arange(width, device=at.device)
+        data = flat[at.clamp(max=len(flat) - 1)] if len(flat) else flat.new_zeros(at.shape)
+        return data.view(shape)

@@ -9,6 +9,8 @@ a launch that reads a number after its first store is never replayed.
 """
 
 from collections.abc import Callable
+from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from nanoserve.kernels.tlsim.grid import options_now
 from nanoserve.kernels.tlsim.rules import number_dtype
 
 HOST = {"__bool__", "__int__", "__float__", "__index__", "item", "tolist"}
+STORES = {"index_copy_", "index_add_"}
 KINDS, RECORDINGS = 64, 16  # what a kernel keeps: kinds of launches, and recordings of each
 SMALL = 1 << 16  # the most elements of a result that is used again
 
@@ -30,51 +33,44 @@ def one_step(function: Callable) -> Callable:
 class Recorder(TorchFunctionMode):
     """Notes the torch calls that depend on the inputs, each as a line of Python."""
 
-    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+    def __init__(self, inputs: dict[str, torch.Tensor]) -> None:
         super().__init__()
-        self.names = {id(x): name for name, x in tensors.items()}  # and of what depends on them
+        self.names = {id(x): name for name, x in inputs.items()}  # and of what depends on them
         self.steps: list[tuple[str, str, set[str], bool]] = []  # result, line, used names, is small
-        self.space: dict[str, Any] = {"torch": torch, "device": torch.device}  # for the lines
-        self.alive, self.stored, self.works = [tensors], set(), True
+        self.space: dict[str, Any] = {"torch": torch}  # what else the lines refer to
+        self.alive, self.stored, self.works = [inputs], set(), True
 
     def __torch_function__(self, func, types, args=(), kwargs=None) -> Any:
-        out, used = func(*args, **(kwargs or {})), set()
+        out, used, name, kwargs = func(*args, **(kwargs or {})), set(), func.__name__, kwargs or {}
         texts = [self._text(x, used) for x in args]
-        texts += [f"{key}={self._text(x, used)}" for key, x in (kwargs or {}).items()]
-        call = f"{self._name(func.__name__, func)}({', '.join(texts)})"
-        if func.__name__ in ("index_copy_", "index_add_"):
+        texts += [f"{key}={self._text(x, used)}" for key, x in kwargs.items()]
+        call = f"{self._name(name, func)}({', '.join(texts)})"
+        if name in STORES:
             self.steps.append(("", call, used, False))
             self.stored.add(texts[0])
-        elif used and func.__name__ in HOST:
+        elif used and name in HOST:
             self.steps.append(("", f"if {call} != {out!r}: return None", used, True))
             self.works &= not self.stored
         elif used and isinstance(out, torch.Tensor) and id(out) not in self.names:
-            self.note(out, call, used)
-        elif used and isinstance(out, tuple | list) and not isinstance(out, torch.Size):
-            self.works = False  # several results: no step of tlsim has them
+            self.names[id(out)] = result = f"t{len(self.alive)}"
+            self.alive.append(out)  # so that no other tensor gets its id
+            self.steps.append((result, f"{result} = {call}", used, out.numel() <= SMALL))
         return out
-
-    def note(self, out: torch.Tensor, call: str, used: set[str]) -> None:
-        """Note a call with its result."""
-        self.names[id(out)] = result = f"t{len(self.alive)}"
-        self.alive.append(out)  # so that no other tensor gets its id
-        self.steps.append((result, f"{result} = {call}", used, out.numel() <= SMALL))
 
     def _text(self, x: Any, used: set[str]) -> str:
         if id(x) in self.names:
             used.add(self.names[id(x)])
             return self.names[id(x)]
         if isinstance(x, tuple | list):
-            parts = "".join(self._text(part, used) + ", " for part in x)
-            return f"({parts})" if isinstance(x, tuple) else f"[{parts}]"
-        plain = x is None or isinstance(x, int | str | torch.dtype | torch.device)
+            return f"[{', '.join(self._text(part, used) for part in x)}]"
+        plain = x is None or isinstance(x, int | str | torch.dtype)
         return repr(x) if plain else self._name("c", x)
 
     def _name(self, name: str, x: Any) -> str:
-        number = ""
-        while self.space.setdefault(f"{name}{number}", x) is not x:
-            number = len(self.space)
-        return f"{name}{number}"
+        found = name
+        while self.space.setdefault(found, x) is not x:
+            found = f"{name}{len(self.space)}"
+        return found
 
 
 class Recording:
@@ -107,19 +103,9 @@ def _function(name: str, inputs: list[str], steps: list, returned: list[str]) ->
     lines, needed = [f"    return [{', '.join(returned)}]"], {*inputs, *returned}
     for result, line, used, _ in reversed(steps):
         if result in needed or not result:  # else nothing uses the result
-            done = "".join(f"; del {name}" for name in sorted(used - needed))
-            lines.append(f"    {line}{done}")
+            lines.append("; del ".join([f"    {line}", *sorted(used - needed)]))
             needed |= used
     return "\n".join([f"def {name}({', '.join(inputs)}):", *reversed(lines), "\n"])
-
-
-class Known:
-    """What is known about the launches of one kind."""
-
-    def __init__(self, names: dict[str, Any], numbers: dict[str, int | float]) -> None:
-        self.names, self.numbers = names, numbers  # the kernel's globals; the numbers at first
-        self.varying = {name for name, x in numbers.items() if isinstance(x, float)}
-        self.recordings, self.works = [], True  # the latest first; whether they can be replayed
 
 
 class Recordings:
@@ -128,61 +114,42 @@ class Recordings:
     input, as tensors and fractions are."""
 
     def __init__(self, kernel: Any) -> None:
-        self.kernel, self.kinds, self.last = kernel, {}, (None, None)
+        self.kernel, self.known = kernel, lru_cache(KINDS)(lambda *_: SimpleNamespace(first=None))
 
     def launch(self, grid: tuple[int, int, int], given: dict[str, Any]) -> None:
         """Replay a recording, or record the launch if none holds."""
-        names, inputs, tables, state = self.kernel.source.globals(), {}, [], []
-        exact = [grid, options_now().wave, *map(id, names.values())]
+        uses, inputs, numbers, tables, state = self.kernel.source.globals(), {}, {}, {}, []
+        kind, device = [grid, options_now().wave, *map(id, uses.values())], None
         for name, x in given.items():
             if isinstance(x, torch.Tensor):
-                inputs[name] = x
-                exact += (x.dtype, x.device)
+                inputs[name], device = x, x.device
+                kind += (x.dtype, device)
                 if not x.dtype.is_floating_point:
-                    tables.append(x)
+                    tables[name] = x
                     state += (id(x), x._version)
-            else:
-                exact += (type(x), x)
-        known = self.last[1] if exact == self.last[0] else self._find(exact, names, given)
-        self.last = exact, known
-        for name in known.varying:
-            inputs[name] = given[name]
-            state.append(repr(given[name]))
-        for i, recording in enumerate(known.recordings):
-            if recording.runs(inputs.values(), state, tables):
-                known.recordings.insert(0, known.recordings.pop(i))
-                return
-        if not known.works:
-            self.kernel.run(grid, given)
-            return
-        recorder, numbers = Recorder(inputs), {}
-        device = next((x.device for x in inputs.values() if isinstance(x, torch.Tensor)), "cpu")
-        with recorder:
-            for name in known.varying:
-                like = {"dtype": number_dtype(given[name], None), "device": device}
-                numbers[name] = torch.full((1, 1, 1), given[name], **like)
-                recorder.note(numbers[name], f"torch.full((1, 1, 1), {name}, **{like})", {name})
-            self.kernel.run(grid, given, numbers)
-        settled = known.varying | {
-            n for n, x in inputs.items() if any(x is table for table in tables)
-        }
-        recording, known.works = Recording(recorder, list(inputs), settled), recorder.works
-        known.recordings[:] = [recording, *known.recordings][: RECORDINGS * known.works]
-
-    def _find(self, exact: list[Any], names: dict[str, Any], given: dict[str, Any]) -> Known:
-        kind, numbers = exact[: 2 + len(names)], {}
-        for name, x in given.items():
-            if type(x) in (int, float) and x != 1 and name not in self.kernel.constants:
+            elif type(x) in (int, float) and x != 1 and name not in self.kernel.constants:
                 numbers[name] = x
                 kind += (type(x), -(2**31) <= x < 2**31)
             else:
-                kind += (x.dtype, x.device) if isinstance(x, torch.Tensor) else (type(x), x)
-        known = self.kinds.pop(tuple(kind), None) or Known(names, numbers)
-        self.kinds[tuple(kind)] = known  # the last kind is the latest
-        if len(self.kinds) > KINDS:
-            del self.kinds[next(iter(self.kinds))]
-        changed = {name for name, x in numbers.items() if x != known.numbers[name]}
-        if not changed <= known.varying:
+                kind += (type(x), x)
+        known = self.known(*kind)
+        if known.first is None:
+            known.first, known.uses, known.found = numbers, uses, []  # the latest is the first
+            known.varying = {name for name, x in numbers.items() if isinstance(x, float)}
+        if known.first != numbers:
+            changed = {name for name, x in numbers.items() if x != known.first[name]}
+            known.found *= changed <= known.varying  # else no recording holds
             known.varying |= changed
-            known.recordings.clear()
-        return known
+        for name in known.varying:
+            dtype = number_dtype(numbers[name], None)
+            inputs[name] = torch.full((1, 1, 1), numbers[name], dtype=dtype, device=device)
+            state.append(repr(numbers[name]))
+        for i, recording in enumerate(known.found):
+            if recording.runs(inputs.values(), state, tables):
+                known.found.insert(0, known.found.pop(i))
+                return
+        with Recorder(inputs) as recorder:
+            self.kernel.run(grid, given, {name: inputs[name] for name in known.varying})
+        if recorder.works:
+            recording = Recording(recorder, [*inputs], known.varying | {*tables})
+            known.found[:] = [recording, *known.found][:RECORDINGS]

@@ -1,9 +1,11 @@
-"""Read a kernel's source, bind its names to tlsim, and check `if` and `while` as Triton does."""
+"""Read a kernel's source, and run its statements as Triton compiles them."""
 
 import ast
+import builtins
 import inspect
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import cache
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -11,102 +13,45 @@ import torch
 
 from nanoserve.kernels.sizes import next_power_of_2
 from nanoserve.kernels.tlsim import language
-from nanoserve.kernels.tlsim.grid import KernelError, current, source_name
-from nanoserve.kernels.tlsim.loops import Loop, Region
+from nanoserve.kernels.tlsim.grid import KernelError, current, fault, off, source_name
+from nanoserve.kernels.tlsim.loops import Range, kept
 from nanoserve.kernels.tlsim.values import Value, as_value
 
-
-class If(Region):
-    """An `if`, or `a if c else b`. With checks, a condition that is known only when the kernel runs
-    makes the branch that is not taken run too, before the other one and with all programs off."""
-
-    where = "is {} before the if or in one branch, and {} after a branch"
-
-    def __iter__(self) -> Iterator[bool]:
-        taken, self.bound = bool(self.head), []
-        self.both = isinstance(self.head, Value) and current().options.checks
-        if self.both:
-            yield from self.off(not taken)
-        yield taken
-
-    def carry(self, names: list[str], now: dict[str, Any]) -> list[Any]:
-        """The names' values after a branch. What only the other branch has bound is not bound."""
-        self.bound.append({name for name in names if now.get(name) is not None} | {*self.values})
-        carried = super().carry(names, now) if self.both else [now.get(name) for name in names]
-        if self.both and len(self.bound) == 1:
-            carried = [x if n in self.values else None for n, x in zip(names, carried, strict=True)]
-            self.values |= {name: now[name] for name in self.bound[0] - {*self.values}}
-        return carried
-
-    def keeps(self, name: str) -> bool:
-        """Whether a name is bound after the `if`: before it, or in each branch that ran."""
-        return all(name in bound for bound in self.bound)
-
-
-class Exit(If):
-    """An `if` with a return in a branch: only the branch that is taken runs."""
-
-    def off(self, _: bool) -> Iterator[bool]:
-        return iter(())
-
-
-class While(Region):
-    """A `while`: all programs take the same number of turns. It runs at least once, as a Loop."""
-
-    def __iter__(self) -> Iterator[None]:
-        more = bool(self.head())
-        if not more and current().options.checks:
-            yield from self.off(None)
-        while more:
-            yield
-            more = bool(self.head())
-
-
-def select(condition: Any, then: Callable[[], Any], other: Callable[[], Any]) -> Any:
-    """`then() if condition else other()`."""
-    for taken in (region := If(condition, {})):
-        result = then() if taken else other()
-        result = as_value(result) if region.both else result
-        region.carry(["the result"], {"the result": result})
-    return result
-
-
-def named(x: Any) -> Any:
-    """The value that an assignment binds: a number becomes a tensor, unless it is tl.constexpr."""
-    if isinstance(x, tuple):
-        return tuple(map(named, x))
-    return as_value(x) if isinstance(x, int | float) else x
-
-
 REFUSED = {"Break", "Continue", "Try", "Raise", "With", "Lambda", "ClassDef", "Yield", "Import"}
-ALLOWED = (len, list, float, int, isinstance, getattr, hasattr, print, locals)
-BUILTINS = {f.__name__: f for f in ALLOWED} | {"range": language.range}
-BUILTINS |= {"min": language.minimum, "max": language.maximum}
-CONTROL = {f"__{x.__name__}": x for x in (Loop, While, If, Exit, select, named)}
 
 
-class Source:
-    """A kernel's function, compiled with its control flow rewritten."""
+class Source(ast.NodeTransformer):
+    """The statements of a kernel's function, and the globals that they use."""
 
     def __init__(self, fn: Callable) -> None:
         try:
             lines, first = inspect.getsourcelines(fn)
         except (OSError, TypeError):
             raise KernelError(f"{fn.__name__}: the source of this kernel cannot be read") from None
-        tree, file = ast.parse(textwrap.dedent("".join(lines))), inspect.getsourcefile(fn)
-        function, self.fn = ast.increment_lineno(tree, first - 1).body[0], fn
-        for node in ast.walk(function):
+        self.fn, self.file = fn, inspect.getsourcefile(fn)
+        tree = ast.increment_lineno(ast.parse(textwrap.dedent("".join(lines))), first - 1)
+        for node in ast.walk(tree.body[0]):
             kind = type(node).__name__
             inside = [type(n).__name__ for n in ast.walk(node)] if kind in ("For", "While") else []
             if kind in REFUSED or "Return" in inside or (inside and node.orelse):
                 what = kind.lower() if kind in REFUSED else "return or else in a loop"
-                raise KernelError(f"{source_name(file)}, line {node.lineno}: Triton has no {what}")
-        function.decorator_list, function.returns = [], None
-        for arg in (arg for arg in ast.walk(function.args) if isinstance(arg, ast.arg)):
-            arg.annotation = None
-        names = {n.id for n in ast.walk(function) if isinstance(n, ast.Name)}
-        self.names = names - {*fn.__code__.co_varnames, *fn.__code__.co_cellvars}  # its globals
-        self.code = compile(ast.fix_missing_locations(Rewrite().visit(tree)), file, "exec")
+                where = f"{source_name(self.file)}, line {node.lineno}"
+                raise KernelError(f"{where}: Triton has no {what}")
+        names = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
+        self.names = names - {*fn.__code__.co_varnames, *fn.__code__.co_cellvars}
+        self.body = ast.fix_missing_locations(self.visit(tree)).body[0].body
+
+    def visit_Assign(self, node: ast.Assign) -> ast.Assign:
+        """`x = 1` binds a tensor; `x: tl.constexpr = 1` a number."""
+        node.value = ast.Call(ast.Name("__named", ast.Load()), [node.value], [])
+        return self.generic_visit(node)
+
+    def visit_IfExp(self, node: ast.IfExp) -> ast.expr:
+        """`a if c else b` becomes __select(c, lambda: a, lambda: b)."""
+        none = ast.arguments([], [], None, [], [], None, [])
+        branches = (ast.Lambda(none, branch) for branch in (node.body, node.orelse))
+        call = ast.Call(ast.Name("__select", ast.Load()), [node.test, *branches], [])
+        return self.generic_visit(call)
 
     def globals(self) -> dict[str, Any]:
         """The present values of the globals that the kernel uses."""
@@ -115,72 +60,111 @@ class Source:
         cells = zip(self.fn.__code__.co_freevars, cells, strict=True)
         return known | {name: cell.cell_contents for name, cell in cells}
 
-    def function(self) -> Callable:
-        """The kernel as a Python function, with the present values of its globals."""
-        space = {"__tlsim__": True, "__builtins__": BUILTINS, **CONTROL}
+    def run(self, arguments: dict[str, Any]) -> Any:
+        """Run the function for all programs of the current wave. Return what it returns."""
+        names = {"__builtins__": BUILTINS, "__named": named, "__select": select}
         for name, x in self.globals().items():
-            space[name] = translate(x, f"{self.fn.__name__} reads the global {name}")
-        exec(self.code, space)
-        return space[self.fn.__name__]
+            names[name] = translate(x, f"{self.fn.__name__} reads the global {name}")
+        returned = Run(self.file, names | arguments).block(self.body)
+        return returned and returned[0]
 
 
-class Rewrite(ast.NodeTransformer):
-    """Rewrite a kernel's control flow as loops over regions. `for i in range(n): body` becomes
-
-    region = __Loop(range(n), locals())
-    for i in region:
-        body
-        [a, i] = region.carry(["a", "i"], locals())
-    if not region.keeps("a"): a = None; del a  # and the same for i
-    """
-
-    def visit_Assign(self, node: ast.Assign) -> ast.Assign:
-        node.value = _call("named", node.value)
-        return self.generic_visit(node)
-
-    def visit_IfExp(self, node: ast.IfExp) -> ast.expr:
-        then, other = _function(node.body), _function(node.orelse)
-        return self.generic_visit(_call("select", node.test, then, other))
-
-    def visit_For(self, node: ast.For) -> Any:
-        if ast.unparse(node.iter).partition("(")[0].endswith("static_range"):
-            return self.generic_visit(node)  # unrolled: i is a plain number
-        return self._region(node, "Loop", node.iter, ast.unparse(node.target), node.body)
-
-    def visit_While(self, node: ast.While) -> Any:
-        return self._region(node, "While", _function(node.test), "__turn", node.body)
-
-    def visit_If(self, node: ast.If) -> Any:
-        kind = "Exit" if any(isinstance(n, ast.Return) for n in ast.walk(node)) else "If"
-        taken = f"__taken_{node.lineno}_{node.col_offset}"
-        branch = ast.If(ast.Name(taken, ast.Load()), node.body, node.orelse)
-        return self._region(node, kind, node.test, taken, [self.generic_visit(branch)])
-
-    def _region(self, node: Any, kind: str, head: ast.expr, target: str, body: list) -> list:
-        stored = (n for n in ast.walk(node) if isinstance(n, ast.Name))
-        names = sorted({n.id for n in stored if isinstance(n.ctx, ast.Store)})
-        region = f"__region_{node.lineno}_{node.col_offset}"
-        source = f"{region} = __{kind}(0, locals())\nfor {target} in {region}:\n"
-        source += f" [{', '.join(names)}] = {region}.carry({names}, locals())\n"
-        for name in names:
-            source += f"if not {region}.keeps({name!r}): {name} = None; del {name}\n"
-        new = ast.parse(source)
-        for part in ast.walk(new):
-            ast.copy_location(part, node)
-        new.body[0].value.args[0] = self.visit(head)
-        body = body if target.startswith("__taken") else self.generic_visit(ast.Module(body)).body
-        new.body[1].body[:0] = body
-        return new.body
+@cache
+def _code(node: ast.AST, file: str) -> Any:
+    if isinstance(node, ast.expr):
+        return compile(ast.Expression(node), file, "eval")
+    return compile(ast.Module([node], []), file, "exec")
 
 
-def _call(name: str, *args: ast.expr) -> ast.Call:
-    return ast.Call(ast.Name(f"__{name}", ast.Load()), [*args], [])
+class Run:
+    """A run of a kernel's statements. A variable that is bound first in a loop, or in one branch of
+    an `if`, ends with it. With checks, code that no program runs also runs, with all programs off:
+    Triton compiles it."""
+
+    def __init__(self, file: str, names: dict[str, Any]) -> None:
+        self.file, self.names = file, names
+
+    def value(self, node: ast.expr) -> Any:
+        """The value of an expression."""
+        return eval(_code(node, self.file), self.names)
+
+    def block(self, statements: list[ast.stmt]) -> tuple | None:
+        """Run statements. Return (result,) if one of them is a return."""
+        for statement in statements:
+            kind = type(statement).__name__
+            if kind == "Return":
+                return (statement.value and self.value(statement.value),)
+            if kind in ("For", "While", "If"):
+                if returned := getattr(self, kind)(statement, dict(self.names)):
+                    return returned
+            else:
+                exec(_code(statement, self.file), self.names)
+        return None
+
+    def merge(self, before: dict[str, Any]) -> dict[str, Any]:
+        """Keep the old values in programs that are not active. Remove and return new variables."""
+        for name, old in before.items():
+            new = self.names[name]
+            if new is not old and isinstance(old, Value) and isinstance(new, Value):
+                self.names[name] = before[name] = kept(name, old, new)
+        return {name: self.names.pop(name) for name in self.names.keys() - before.keys()}
+
+    def For(self, node: ast.For, before: dict[str, Any]) -> None:
+        bounds = self.value(node.iter)
+        if not isinstance(bounds, Range | builtins.range):
+            raise fault("a kernel loops only over range, tl.range or tl.static_range")
+        for self.names[node.target.id] in bounds:
+            self.block(node.body)
+            if isinstance(bounds, Range):  # else unrolled, and variables may change their types
+                self.merge(before)
+
+    def While(self, node: ast.While, before: dict[str, Any]) -> None:
+        if not (more := bool(self.value(node.test))) and current().options.checks:
+            with off():
+                self.block(node.body)
+                self.merge(before)
+        while more:
+            self.block(node.body)
+            self.merge(before)
+            more = bool(self.value(node.test))
+
+    def If(self, node: ast.If, before: dict[str, Any]) -> tuple | None:
+        condition = self.value(node.test)
+        branches = (node.body, node.orelse) if condition else (node.orelse, node.body)
+        if not isinstance(condition, Value) or not current().options.checks:
+            return self.block(branches[0])
+        other = {}
+        if not any(isinstance(n, ast.Return) for n in ast.walk(node)):
+            with off():
+                self.block(branches[1])
+                other = self.merge(before)
+        returned = self.block(branches[0])
+        for name, new in self.merge(before).items():
+            if name in other:
+                self.names[name] = kept(name, other[name], new) if isinstance(new, Value) else new
+        return returned
 
 
-def _function(body: ast.expr) -> ast.Lambda:
-    return ast.Lambda(ast.arguments([], [], None, [], [], None, []), body)
+def select(condition: Any, then: Callable[[], Any], other: Callable[[], Any]) -> Any:
+    """`then() if condition else other()`."""
+    taken, skipped = (then, other) if condition else (other, then)
+    if not isinstance(condition, Value) or not current().options.checks:
+        return taken()
+    with off():
+        off_value = as_value(skipped())
+    return kept("the result", off_value, as_value(taken()))
 
 
+def named(x: Any) -> Any:
+    """The value that an assignment binds: a number becomes a tensor."""
+    if isinstance(x, tuple):
+        return tuple(map(named, x))
+    return as_value(x) if isinstance(x, int | float) else x
+
+
+ALLOWED = (len, list, float, int, isinstance, getattr, hasattr, print)
+BUILTINS = {f.__name__: f for f in ALLOWED} | {"range": language.range}
+BUILTINS |= {"min": language.minimum, "max": language.maximum}
 _DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
 
 
