@@ -176,7 +176,7 @@ class PagedKVCache(PagedKVCache):
 
 # %%
 from nanoserve import load_model
-from nanoserve.kernels.dispatch import select_backend, use_backend
+from nanoserve.kernels.dispatch import select_backend, use_backend, use_kernel
 from nanoserve.kernels.reference import ATOL, RTOL, paged_attention_reference
 
 model = load_model("smollm2")
@@ -379,10 +379,11 @@ with use_backend("tlsim"):
 # ## With your own code
 #
 # If you wrote your own kernel on Day 22, it now computes attention, in all layers, for every token. `mine` also uses
-# all other answers that you have saved, and prints how often each was called.
+# all other answers that you have saved, and prints how often each was called. (Week 7 gives the engine another
+# kernel; `use_kernel("day22")` runs this one.)
 
 # %%
-with today.mine(everything=True):
+with use_kernel("day22"), today.mine(everything=True):
     (answer,) = llm.generate("The capital of France is", SamplingParams(max_tokens=6))
 print(repr(answer.text))
 assert answer.text.startswith(" Paris")

@@ -318,7 +318,7 @@ import argparse
 import sys
 
 from nanoserve.bench.scaling import ScalingFit, fit_scaling
-from nanoserve.kernels.dispatch import select_backend, use_backend
+from nanoserve.kernels.dispatch import select_backend, use_backend, use_kernel
 
 
 # %% jupyter={"source_hidden": true}
@@ -446,13 +446,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
 # Here the dispatcher has one choice: the kernel under `tlsim`. Each program of the kernel is a row of PyTorch
 # tensors. The gather is two copies and PyTorch's own products. SmolLM2's shape: how many times as long does the
 # dispatched path take, at 1,024 tokens?
+#
+# (Week 7 gives the engine a faster kernel. `use_kernel("day22")` runs the kernel that you know.)
 
 # %%
 today.predict("cost", "tlsim's time over the gather's, at 1,024 tokens?", guess=None)
 
 # %% tags=["nbval-ignore-output"]
 lengths = (64, 256, 1_024)
-with use_backend("tlsim"):
+with use_backend("tlsim"), use_kernel("day22"):
     rows = cache_benchmark(MODELS["SmolLM2-135M"], lengths, rounds=9)
     backend = select_backend("cpu")
 bandwidth = read_bandwidth(1 << 28)
@@ -702,7 +704,8 @@ paths = {
     "contiguous": engine_path(model, cached=True),
     "transformers": oracle_path(load_oracle("smollm2"), cached=True),
 }
-generated = decode_benchmark(paths, "transformers", [prompt[:64]], tokens=5, rounds=2)
+with use_kernel("day22"):
+    generated = decode_benchmark(paths, "transformers", [prompt[:64]], tokens=5, rounds=2)
 theirs = generated[-1]
 for row in generated:
     print(
@@ -714,7 +717,7 @@ assert all(row.tpot > 0 for row in generated)
 # %% [markdown]
 # All three generated the same tokens, or there would be no times. Compare the two lines of our own loop: their
 # difference is the price of running a GPU's program on a CPU (`nanoserve bench decode` prints the ratios for other
-# lengths). A later phase makes the engine's CPU path faster.
+# lengths, with the engine's own kernel). Week 7 makes this path faster.
 #
 # ## With your own code
 
