@@ -381,7 +381,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache
+from functools import cache, lru_cache
 from types import SimpleNamespace
 
 from nanoserve.kernels import split_kv, tlsim
@@ -546,7 +546,7 @@ def paged_attention_batch_tlsim(
 def _batch_tlsim(q, k_pool, v_pool, tables, n_rep, scale):
     rows = next_power_of_2(n_rep * min(tables.max_query_len, 64))
     tile = min(512, max(16, next_power_of_2(tables.max_kv_len)))
-    with tlsim.options(checks=False):
+    with tlsim.options(checks=False, replay=True):
         return launch_batch(
             _simulated_kernels(), q, k_pool, v_pool, tables, n_rep, scale, Launch(rows, tile, 1, 1)
         )
@@ -605,7 +605,7 @@ def paged_attention_triton(
     if _kernel.get() == "day22":
         with torch.cuda.device_of(q):
             return launch(paged_attention_kernel, q, k_pool, v_pool, slot_mapping, n_rep, scale)
-    tables = PagedTables.from_slots(slot_mapping, q.shape[2])
+    tables = _tables_of(slot_mapping, q.shape[2], slot_mapping._version)
     return _one_sequence(_batch_triton(_packed(q), k_pool, v_pool, tables, n_rep, scale))
 
 
@@ -628,12 +628,18 @@ def paged_attention_tlsim(
         with tlsim.options(checks=False, wave=512):
             kernel = _simulated(paged_attention_kernel)
             return launch(kernel, q, k_pool, v_pool, slot_mapping, n_rep, scale, tile)
-    tables = PagedTables.from_slots(slot_mapping, q.shape[2])
+    tables = _tables_of(slot_mapping, q.shape[2], slot_mapping._version)
     return _one_sequence(_batch_tlsim(_packed(q), k_pool, v_pool, tables, n_rep, scale))
 
 
 _simulated = cache(tlsim.jit)  # reads the source of a kernel once
 LANES = 1 << 15  # keys per loop iteration, over all programs of a wave; they fit the CPU's cache
+
+
+@lru_cache(maxsize=16)
+def _tables_of(slot_mapping: torch.Tensor, query_len: int, _version: int) -> PagedTables:
+    """PagedTables.from_slots, made once for all layers of a step: they pass the same tensor."""
+    return PagedTables.from_slots(slot_mapping, query_len)
 
 
 def _packed(q: torch.Tensor) -> torch.Tensor:
