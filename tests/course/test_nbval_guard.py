@@ -36,7 +36,7 @@ def test_after_a_dead_kernel_the_other_cells_fail_at_once(tmp_path):
     assert "3 failed, 1 passed" in out
     assert "the kernel died in this cell" in out
     assert out.count("not run: the kernel died in cell 1") >= 2
-    assert seconds < 20
+    assert seconds < 60  # of a busy machine; without the guard, each cell would wait for its limit
 
 
 @pytest.mark.parametrize(
