@@ -310,15 +310,15 @@ def device_clock(device: str | torch.device) -> Clock:
 
 
 # %% [markdown]
-# The rest is for reading: the label that a number needs, so that others can check it. It holds the device, the
-# driver, the versions, the date, the command, the peak bandwidth, and Day 24's fit of every sweep.
+# The rest is bookkeeping, for reading rather than writing: the label that makes a number checkable. Device, driver,
+# versions, date, the command, the peak bandwidth, and Day 24's fit of every sweep.
 
 # %%
 import argparse
 import sys
 
 from nanoserve.bench.scaling import ScalingFit, fit_scaling
-from nanoserve.kernels.dispatch import select_backend, use_backend, use_kernel
+from nanoserve.kernels.dispatch import select_backend, use_backend
 
 
 # %% jupyter={"source_hidden": true}
@@ -453,6 +453,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 today.predict("cost", "tlsim's time over the gather's, at 1,024 tokens?", guess=None)
 
 # %% tags=["nbval-ignore-output"]
+from nanoserve.kernels.dispatch import use_kernel
+
 lengths = (64, 256, 1_024)
 with use_backend("tlsim"), use_kernel("day22"):
     rows = cache_benchmark(MODELS["SmolLM2-135M"], lengths, rounds=9)
