@@ -129,7 +129,7 @@ class Recordings:
                     state += (id(x), x._version)
             elif type(x) in (int, float) and x != 1 and name not in self.kernel.constants:
                 numbers[name] = x
-                kind += (type(x), -(2**31) <= x < 2**31)
+                kind += (type(x), number_dtype(x, None))
             else:
                 kind += (type(x), x)
         known = self.known(*kind)
