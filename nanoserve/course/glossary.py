@@ -297,6 +297,19 @@ asynchronous: Started now and finished later: the program continues while the GP
 synchronise: To wait until a GPU has finished all its work.
 multiprocessor: One of the units of a GPU that run programs in parallel. An H200 has 132.
 """,
+    27: """
+roofline: The highest speed of a computation on a device: the lower of two limits, the peak rate of
+    arithmetic, and the peak bandwidth times the arithmetic intensity (Williams et al. 2009).
+arithmetic intensity: Operations per byte that a computation must read, in FLOP per byte.
+ridge point: The arithmetic intensity at which both limits of a roofline are equal. Below it a
+    computation is memory-bound, above it compute-bound.
+yardstick: A measured variant that is not in question, such as a library's, and that the others are
+    compared with.
+CUDA graph: A recorded list of kernel launches that a GPU runs again without the host's work. To
+    record it is to capture, to run it is to replay.
+L2 cache: The memory on a GPU's chip that all multiprocessors share, 50 MiB on an H200. What it
+    holds is not read from the GPU's main memory.
+""",
     28: """
 ragged: With rows of different lengths. A ragged batch has sequences of different lengths.
 padding: Entries that fill a row up to the length of the longest row. Nothing uses their results.
