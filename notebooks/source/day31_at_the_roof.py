@@ -716,6 +716,46 @@ for name in KERNELS:
     assert torch.allclose(out, expected, atol=atol, rtol=rtol)
 
 # %% [markdown]
+# ## Measure a row
+#
+# How does one find a row of the table? By measuring the candidates, on the machine that the row is for. On a GPU the cell
+# below tries tiles and stages; under tlsim it tries tiles alone. Which tile is the fastest on yours?
+
+# %%
+today.predict("tile", "The fastest tile here?", guess=None, choices=("16", "32", "64", "128"))
+
+# %% tags=["nbval-ignore-output"]
+from nanoserve.bench.attention import BatchShape, draw_inputs
+from nanoserve.bench.timing import median_times
+
+gpu = device.type == "cuda" and select_backend(device) == "triton"
+batch = BatchShape(64, 4_096, 32, 8, 128) if gpu else BatchShape(4, 512, 9, 3, 64)
+inputs = draw_inputs(batch, torch.float16 if gpu else torch.float32, device)
+arguments = inputs.q, inputs.k_pool, inputs.v_pool, inputs.tables, inputs.n_rep, None
+
+
+def candidate(tile, stages):
+    how = Launch(16, tile, 4, stages)
+    with tlsim.options(checks=False, replay=True):  # of no effect on Triton
+        return launch_batch(split_kv if gpu else _simulated_kernels(), *arguments, how)
+
+
+tried = [(tile, stages) for stages in ((1, 3, 5) if gpu else (1,)) for tile in (16, 32, 64, 128)]
+if gpu:
+    times = {how: do_bench(lambda: candidate(*how)) / 1e3 for how in tried}
+else:
+    runs = {how: lambda how=how: candidate(*how) for how in tried}
+    times = median_times(runs, rounds=9, warmup=2)
+for (tile, stages), seconds in times.items():
+    print(f"tile {tile:3}, {stages} stages: {seconds * 1e6:7.0f} µs")
+print("the fastest:", min(times, key=times.get), "; your guess:", today.guess_text("tile"))
+assert all(seconds > 0 for seconds in times.values())
+
+# %% [markdown]
+# If your fastest tile under tlsim is the largest, that is the number of torch calls: each turn of the loop makes the same
+# calls, and a larger tile needs fewer turns. On a GPU the candidates differ in what Little's law counts.
+
+# %% [markdown]
 # ## Eight shapes
 #
 # The recorded run has eight batches of decode, in bfloat16, with tokens in scattered blocks of 16. `sdpa` is
@@ -756,11 +796,10 @@ if (guess := today.guess("small")) is not None:
 # Draws the plot: each shape's share of the peak bandwidth, by code path
 LOOKS = {  # name, colour, marker
     "day22": ("Day 22", "engine", "v"),
-    "packed": ("Day 29", "engine", "s"),
-    "split": ("Day 30", "engine", "D"),
     "split_kv": ("Day 31", "triton", "o"),
     "sdpa": ("SDPA, contiguous", "contiguous", "|"),
     "gather": ("gather", "contiguous", "x"),
+    "flash3": ("FlashAttention-3", "muted", "+"),
 }
 fig, ax = figure(height=5.4, xlabel="share of the peak bandwidth", title=recorded["device"])
 for path in (path for path in LOOKS if path in paths):
@@ -795,6 +834,8 @@ assert len(waits) * latency > alone
 # The waits alone take longer than the read at the peak bandwidth would, because each of them must end before the next
 # can begin. To start two kernels, the split and its merge, takes time as well. No choice of tile, warps and stages
 # removes that. A share of the peak bandwidth measures a kernel only where there are enough bytes to read.
+#
+# On your own GPU, `nanoserve bench roofline` measures the same rows.
 #
 # ## Record once, replay many times
 
@@ -909,7 +950,6 @@ print(len(source) - first, "lines")
 today.predict("replay", "Time of an ordinary launch over a replayed one?", guess=None, low=0)
 
 # %% tags=["nbval-ignore-output"]
-from nanoserve.bench.timing import median_times
 
 
 def launch_once(replayed):
