@@ -330,6 +330,15 @@ log-sum-exp: The logarithm of a sum of exponentials. It is a softmax's divisor, 
     so that it does not overflow.
 partial softmax: The softmax over a part of the keys, with the log-sum-exp of their scores.
 """,
+    31: """
+memory latency: The time from the request of a number in memory to its arrival.
+in flight: Requested from memory, and not yet arrived.
+Little's law: In a queue, the number of things inside is the rate times the time that each stays
+    (Little 1961). For memory: bytes in flight = bandwidth * latency.
+pipeline stage: One of the tiles that a loop works on at the same time: one is computed while the
+    next ones are loaded.
+warp: 32 threads of a GPU that run in step. A program has one or more warps, which share its tiles.
+""",
 }
 
 

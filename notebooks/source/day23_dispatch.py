@@ -370,7 +370,7 @@ print(refusal(q, k_pool, v_pool.half(), slots, 3))
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/kernels/dispatch.py: paged_attention_triton, paged_attention_tlsim, LANES
+# until day 31: lands in nanoserve/kernels/dispatch.py: paged_attention_triton, paged_attention_tlsim, LANES
 def paged_attention_triton(
     q: torch.Tensor,
     k_pool: torch.Tensor,

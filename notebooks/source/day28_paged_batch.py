@@ -368,7 +368,7 @@ for i, rows in enumerate(together.split([query_len for query_len, _ in steps])):
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/kernels/dispatch.py: check_batch, _check_tables, paged_attention_batch_dispatch
+# lands in nanoserve/kernels/dispatch.py: check_batch, _check_tables
 from nanoserve.kernels.dispatch import (
     INTEGERS,
     _check_devices,
@@ -463,6 +463,8 @@ def _check_tables(tables: PagedTables, num_tokens: int, num_slots: int) -> None:
         )
 
 
+# %% jupyter={"source_hidden": true}
+# until day 31: lands in nanoserve/kernels/dispatch.py: paged_attention_batch_dispatch
 def paged_attention_batch_dispatch(
     q: torch.Tensor,
     k_pool: torch.Tensor,
