@@ -452,6 +452,68 @@ def test_one_program_may_store_to_an_address_twice():
     assert out.tolist() == [1] * 8
 
 
+@pytest.mark.parametrize("options", [{}, {"wave": 1}, {"order": "serial"}])
+def test_a_program_may_not_load_what_another_one_stores(options):
+    @tlsim.jit
+    def shift(x_ptr, out_ptr, by):
+        row = tl.program_id(0)
+        tl.store(out_ptr + row, tl.load(x_ptr + row + by))
+
+    x = torch.arange(8.0)
+    with tlsim.options(**options):
+        shift[(4,)](x, x, 0)
+        shift[(4,)](x, x[4:], 0)
+        with refuses(r"(stores where another program loads|loads what another program has stored)"):
+            shift[(4,)](x, x, 1)
+
+    @tlsim.jit
+    def sums(x_ptr, out_ptr):
+        row = tl.program_id(0)
+        tl.store(out_ptr + row, row)
+        tl.store(x_ptr + row, tl.load(out_ptr) + tl.load(out_ptr + 1))
+
+    with refuses(r"loads what another program has stored, x_ptr\[|out_ptr\["):
+        sums[(2,)](torch.zeros(2), torch.zeros(2))
+
+
+def test_two_lanes_of_a_store_may_not_share_an_address():
+    @tlsim.jit
+    def kernel(out_ptr, n):
+        lane = tl.arange(0, 8)
+        tl.store(out_ptr + lane // 2, 1.0, mask=(lane % 2 == 0) | (lane < n))
+
+    kernel[(1,)](torch.zeros(4), 0)
+    with refuses(r"another lane of the same store has stored, out_ptr\[0"):
+        kernel[(1,)](torch.zeros(4), 4)
+
+
+def test_an_error_of_python_or_torch_names_the_line_of_the_kernel():
+    @tlsim.jit
+    def helper(x):
+        return x.nothing  # here
+
+    @tlsim.jit
+    def attribute(x_ptr, n):
+        if n > 1:
+            helper(tl.load(x_ptr))
+
+    @tlsim.jit
+    def types(x_ptr):
+        tl.load(x_ptr, nothing)  # noqa: F821
+
+    @tlsim.jit
+    def argument(x_ptr):
+        helper()
+
+    where = rf"test_tlsim.py, line {line_of(helper, '# here')}: AttributeError"
+    with refuses(rf"{where}: a tensor has no .nothing in tlsim\n    return x.nothing"):
+        attribute[(1,)](torch.zeros(2), 2)
+    with refuses(rf"line {line_of(types, 'tl.load')}: NameError: name 'nothing'"):
+        types[(1,)](torch.zeros(2))
+    with refuses(rf"line {line_of(argument, 'helper()')}: TypeError: helper: missing a required"):
+        argument[(1,)](torch.zeros(2))
+
+
 def test_arguments_of_two_lengths_at_one_address_share_what_was_stored():
     @tlsim.jit
     def kernel(short_ptr, long_ptr, start):
@@ -626,7 +688,7 @@ def test_what_a_loop_carries_keeps_its_type_and_shape():
             total += tl.zeros((4,), tl.float32)
 
     with refuses(
-        rf"line {line_of(type_changes, 'for _')}: total is \[\] torch.int32 before and \[\] torch.float"
+        rf"line {line_of(type_changes, 'for _')}: total is \[\] torch.int32 before and \[\] torch.f"
     ):
         type_changes[(1,)](3)
     with refuses(r"total is \[\] torch.float32 before and \[4\] torch.float32 after"):

@@ -12,10 +12,7 @@ from nanoserve.kernels.tlsim.rules import broadcasts
 from nanoserve.kernels.tlsim.values import Value, aligned, as_value
 
 NOBODY, SEVERAL = -1, -2  # beside the numbers of programs
-ORDERED = {
-    "load": ("store", "loads what another program has stored,"),
-    "store": ("load", "stores where another program loads,"),
-}
+LARGE = 1 << 24  # elements; who loads from a larger buffer is not recorded
 
 
 def access(kind: str, pointer: Value, mask: Any) -> tuple[Any, Any]:
@@ -63,13 +60,16 @@ def _check_order(kind: str, pointer: Value, live: torch.Tensor | None) -> None:
     def refuse(lanes: torch.Tensor, action: str) -> None:
         _refuse(torch.zeros_like(live).masked_scatter(live, lanes), pointer, action)
 
-    if kind in ORDERED:  # atomic additions may come in any order
-        other, action = ORDERED[kind]
-        refuse(by_others(_accessed(flat, other)[at]), action)
-        known = _accessed(flat, kind)
-        before = by_others(known[at])
-        known[at] = mine
-        known[at[before | (known[at] != mine)]] = SEVERAL
+    if kind == "load":
+        refuse(by_others(_accessed(flat, "store")[at]), "loads what another program has stored,")
+    elif kind == "store":
+        refuse(by_others(_accessed(flat, "load")[at]), "stores where another program loads,")
+    if kind == "atomic_add" or (kind == "load" and len(flat) > LARGE):
+        return  # atomic additions may come in any order
+    known = _accessed(flat, kind, writes=True)
+    before = by_others(known[at])
+    known[at] = mine
+    known[at[before | (known[at] != mine)]] = SEVERAL
     if kind == "store":
         refuse(known[at] != mine, "stores where another program has stored,")
         lane, last = torch.arange(len(at), device=at.device), torch.empty_like(known)
@@ -77,13 +77,16 @@ def _check_order(kind: str, pointer: Value, live: torch.Tensor | None) -> None:
         refuse(last[at] != lane, "stores where another lane of the same store has stored,")
 
 
-def _accessed(flat: torch.Tensor, kind: str) -> torch.Tensor:
+def _accessed(flat: torch.Tensor, kind: str, writes: bool = False) -> torch.Tensor:
     """For each element of a buffer, the program that has accessed it. Two arguments at one address
     with elements of one size share what is known."""
     known, place = current().accessed, (kind, flat.data_ptr(), flat.element_size())
-    before = known.get(place, flat.new_empty(0, dtype=torch.int64))
-    more = max(0, len(flat) - len(before))  # above 0: first access, or first by a longer argument
-    known[place] = torch.cat([before, before.new_full((more,), NOBODY)])
+    nobody = torch.full((1,), NOBODY, device=flat.device)
+    if place not in known and not writes:
+        return nobody.expand(len(flat))
+    before = known.setdefault(place, nobody[:0])
+    if len(before) < len(flat):  # the first access, or the first by a longer argument
+        known[place] = torch.cat([before, nobody.expand(len(flat) - len(before))])
     return known[place]
 
 

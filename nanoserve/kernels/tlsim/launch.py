@@ -25,10 +25,8 @@ class Kernel:
         update_wrapper(self, fn)
         self.fn, self.source, self.recordings = fn, Source(fn), Recordings(self)
         self.signature = inspect.signature(fn)
-        self.parameters = self.signature.parameters.keys()
         kinds = ((name, p.annotation) for name, p in self.signature.parameters.items())
-        constexpr = lambda kind: getattr(kind, "__name__", str(kind)).endswith("constexpr")  # noqa: E731
-        self.constants = {name for name, kind in kinds if constexpr(kind)}
+        self.constants = {name for name, kind in kinds if "constexpr" in str(kind)}
 
     def __getitem__(self, grid: Any) -> Callable:
         return partial(self.launch, grid)
@@ -46,19 +44,25 @@ class Kernel:
         parameters stay as they are. Raises TypeError for arguments that do not fit the signature,
         ValueError for a wrong grid or several devices, and KernelError for an error in the kernel.
         """
-        given = dict(zip(self.parameters, args, strict=False)) | kwargs
-        if len(args) + len(kwargs) != len(given) or given.keys() != self.parameters:
-            given = self._bind(args, {name: x for name, x in kwargs.items() if name not in HINTS})
+        given = self._bind(args, {name: x for name, x in kwargs.items() if name not in HINTS})
         grid = grid(given) if callable(grid) else grid
         grid = (grid,) if isinstance(grid, int) else grid
-        sizes = isinstance(grid, tuple) and all(isinstance(n, int) and n >= 0 for n in grid)
-        if not sizes or not 1 <= len(grid) <= 3:
+        sizes = (
+            [n for n in grid if isinstance(n, int) and n >= 0] if isinstance(grid, tuple) else []
+        )
+        if not 1 <= len(sizes) == len(grid) <= 3:
             raise ValueError(f"{self.__name__}: a grid must be one to three sizes, got {grid}")
         run = self.recordings.launch if options_now().replays else self.run
         run((*grid, 1, 1)[:3], given)
 
     def _bind(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Arguments by name, with the defaults."""
+        given = dict(zip(self.signature.parameters, args, strict=False)) | kwargs
+        if (
+            len(args) + len(kwargs) == len(given)
+            and given.keys() == self.signature.parameters.keys()
+        ):
+            return given  # fast
         try:
             bound = self.signature.bind(*args, **kwargs)
         except TypeError as error:
@@ -71,10 +75,9 @@ class Kernel:
         devices = {x.device for x in given.values() if isinstance(x, torch.Tensor)}
         if len(devices) > 1:
             raise ValueError(f"{self.__name__}: needs one device, got {sorted(map(str, devices))}")
-        for name in given.keys() - self.constants:
-            if not isinstance(given[name], torch.Tensor | int | float | None):
-                kind = type(given[name]).__name__
-                raise TypeError(f"{self.__name__}: {name} must not be a {kind}")
+        for name, x in given.items():
+            if name not in self.constants and not isinstance(x, torch.Tensor | int | float | None):
+                raise TypeError(f"{self.__name__}: {name} must not be a {type(x).__name__}")
         options, accessed = options_now(), {}
         for ids in waves(grid, options):
             with running(Wave(grid, tuple(part.to(*devices) for part in ids), options, accessed)):

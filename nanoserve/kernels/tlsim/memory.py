@@ -21,8 +21,7 @@ def load(pointer: Value, mask: Any = None, other: Any = None, **_) -> Value:
     mask, live = access("load", pointer, mask)
     flat, at, width = pointer.buffer.flat, pointer.data, pointer.width
     if live is not None:  # lanes that take no part may point anywhere
-        rows = live.any(-1, keepdim=True) if width > 1 else live
-        at = torch.where(rows, at, 0)
+        at = torch.where(live.any(-1, keepdim=True) if width > 1 else live, at, 0)
     shape = at.shape if width == 1 else (*at.shape[:-1], width)
     data = take(flat, at.flatten(), width, shape, live is not None)
     if mask is not None:
@@ -38,10 +37,7 @@ def store(pointer: Value, value: Any, mask: Any = None, adds: bool = False, **_)
     _, live = access("atomic_add" if adds else "store", pointer, mask)
     flat, shape = pointer.buffer.flat, (*current().programs.shape, *pointer.shape)
     data = fitting(pointer, value, "a value").to(flat.dtype)
-    at, data = (
-        x.flatten() if x.shape == shape else x.expand(shape).flatten()
-        for x in (pointer.lanes, data)
-    )
+    at, data = (x.expand(shape).flatten() for x in (pointer.lanes, data))
     if live is not None:
         lanes = live.expand(shape).flatten().nonzero().squeeze(1)
         at, data = at.index_select(0, lanes), data.index_select(0, lanes)

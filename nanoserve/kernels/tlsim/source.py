@@ -37,9 +37,10 @@ class Source(ast.NodeTransformer):
                 what = kind.lower() if kind in REFUSED else "return or else in a loop"
                 where = f"{source_name(self.file)}, line {node.lineno}"
                 raise KernelError(f"{where}: Triton has no {what}")
-        names = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
-        self.names = names - {*fn.__code__.co_varnames, *fn.__code__.co_cellvars}
-        self.body = ast.fix_missing_locations(self.visit(tree)).body[0].body
+        body = ast.Module(tree.body[0].body, [])
+        names = {n.id for n in ast.walk(body) if isinstance(n, ast.Name)}
+        self.names = names - {*fn.__code__.co_varnames, *fn.__code__.co_cellvars}  # its globals
+        self.body = ast.fix_missing_locations(self.visit(body)).body
 
     def visit_Assign(self, node: ast.Assign) -> ast.Assign:
         """`x = 1` binds a tensor; `x: tl.constexpr = 1` a number."""

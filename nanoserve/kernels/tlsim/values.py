@@ -102,9 +102,10 @@ class Value:
         """x[:, None] and the like: None is a new axis of size 1. Triton has no other index."""
         out = self
         for axis, i in enumerate(index if isinstance(index, tuple) else (index,)):
-            if i is None and axis <= len(out.shape):
-                stands = axis == len(out.shape)  # a row that stands up has one lane in each row
-                data = (out.lanes if stands else out.data).unsqueeze(3 + axis)
+            rank = len(out.shape)
+            if i is None and (axis <= rank or rank == 0):
+                stands = axis >= rank  # a row that stands up has one lane in each row
+                data = (out.lanes if stands else out.data).unsqueeze(3 + min(axis, rank))
                 out = Value(data, self.buffer, 1 if stands else out.width)
             elif i != slice(None):
                 raise fault(
