@@ -487,7 +487,7 @@ def translate(x: Any, use: str = "") -> Any:
 
 # %%
 def with_a_break(x_ptr):
-    for i in range(4):
+    for _i in range(4):
         break
 
 
@@ -656,7 +656,7 @@ def _accessed(flat: torch.Tensor, kind: str, writes: bool = False) -> torch.Tens
     nobody = torch.full((1,), NOBODY, device=flat.device)
     if place not in known and not writes:
         return nobody.expand(len(flat))
-    before = known.get(place, nobody[:0])
+    before = known.setdefault(place, nobody[:0])
     if len(before) < len(flat):  # the first access, or the first by a longer argument
         known[place] = torch.cat([before, nobody.expand(len(flat) - len(before))])
     return known[place]
@@ -1003,7 +1003,7 @@ class Recordings:
                     state += (id(x), x._version)
             elif type(x) in (int, float) and x != 1 and name not in self.kernel.constants:
                 numbers[name] = x
-                kind += (type(x), -(2**31) <= x < 2**31)
+                kind += (type(x), number_dtype(x, None))
             else:
                 kind += (type(x), x)
         known = self.known(*kind)
@@ -1014,7 +1014,7 @@ class Recordings:
             changed = {name for name, x in numbers.items() if x != known.first[name]}
             known.found *= changed <= known.varying  # else no recording holds
             known.varying |= changed
-        for name in known.varying:
+        for name in sorted(known.varying):  # a set has no order of its own
             dtype = number_dtype(numbers[name], None)
             inputs[name] = torch.full((1, 1, 1), numbers[name], dtype=dtype, device=device)
             state.append(repr(numbers[name]))

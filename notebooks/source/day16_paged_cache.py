@@ -146,6 +146,7 @@ class PagedKVCache:
         self.table = BlockTable(pool.allocator)
         self._slots = torch.empty(0, dtype=torch.int64, device=pool.k.device)
         self._mapped = 0  # the number of positions in _slots
+        self._step_slots = self._slots  # the mapping that this step's layers use
 
     @property
     def slot_mapping(self) -> torch.Tensor:
@@ -262,7 +263,9 @@ class PagedKVCache(PagedKVCache):
         self.pool.v[layer].index_copy_(0, new, v[0].transpose(0, 1))
         if layer == len(self.pool.k) - 1:
             self.seq_len = end
-        return self._slots[:end]
+        if len(self._step_slots) != end:  # one tensor for all layers of a step, so that what a
+            self._step_slots = self._slots[:end]  # backend derives from it is derived once
+        return self._step_slots
 
 
 # %% [markdown]

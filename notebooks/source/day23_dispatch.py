@@ -299,7 +299,7 @@ def check_attention(
         )
     _check_devices(q, k_pool=k_pool, v_pool=v_pool, slot_mapping=slot_mapping)
     if _reads_values(q, check_slots):
-        low, high = (int(slot) for slot in slot_mapping.aminmax())
+        low, high = _slot_range(slot_mapping, slot_mapping._version)
         if low < 0 or high >= len(k_pool):
             wrong = low if low < 0 else high
             raise ValueError(f"slot_mapping has slot {wrong}, but the pools have {len(k_pool)}")
@@ -370,7 +370,7 @@ print(refusal(q, k_pool, v_pool.half(), slots, 3))
 
 
 # %% jupyter={"source_hidden": true}
-# until day 31: lands in nanoserve/kernels/dispatch.py: paged_attention_triton, paged_attention_tlsim, LANES
+# until day 31: lands in nanoserve/kernels/dispatch.py: paged_attention_triton and 2 more
 def paged_attention_triton(
     q: torch.Tensor,
     k_pool: torch.Tensor,

@@ -298,17 +298,7 @@ def paged_attention_batch_reference(
     paged_attention_reference -> [num_tokens, n_q, head_dim]. Query i of a sequence sees its first
     kv_len - query_len + i + 1 tokens. A sequence with kv_len 0 (a padded row) gives zeros.
     """
-    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
-    starts = tables.query_starts.tolist()
-    for sequence, kv_len in enumerate(tables.kv_lens.tolist()):
-        rows = slice(starts[sequence], starts[sequence + 1])
-        if kv_len == 0 or rows.start == rows.stop:
-            continue
-        queries = q[rows].transpose(0, 1)[None]  # [1, n_q, query_len, head_dim]
-        slots = tables.slot_mapping(sequence)
-        result = paged_attention_reference(queries, k_pool, v_pool, slots, n_rep, scale)
-        out[rows] = result[0].transpose(0, 1)
-    return out
+    return by_sequence(paged_attention_reference, q, k_pool, v_pool, tables, n_rep, scale)
 
 
 # %% [markdown]
@@ -450,7 +440,7 @@ def _check_tables(tables: PagedTables, num_tokens: int, num_slots: int) -> None:
             raise ValueError(f"sequence {i} has query_len {query_len}, more than kv_len {kv_len}")
     num_blocks, blocks = num_slots // tables.block_size, tables.block_tables
     low, high = (int(block) for block in blocks.aminmax())
-    if 0 <= low and high < num_blocks:
+    if low >= 0 and high < num_blocks:
         return
     firsts = torch.arange(blocks.shape[1], device=blocks.device) * tables.block_size
     used = firsts < tables.kv_lens[:, None]  # the entries past a sequence's tokens may be anything
