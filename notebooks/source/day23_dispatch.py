@@ -261,7 +261,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache
+from functools import cache, lru_cache
 
 
 # %% jupyter={"source_hidden": true}
@@ -341,6 +341,13 @@ def _reads_values(q: torch.Tensor, asked: bool | None) -> bool:
     if asked is not None:
         return asked
     return q.device.type == "cpu" or os.environ.get("NANOSERVE_CHECK_SLOTS") == "1"
+
+
+@lru_cache(maxsize=16)
+def _slot_range(slot_mapping: torch.Tensor, _version: int) -> tuple[int, int]:
+    """The lowest and the highest slot, computed once for all layers of a step."""
+    low, high = (int(slot) for slot in slot_mapping.aminmax())
+    return low, high
 
 
 # %%

@@ -86,6 +86,7 @@ print(f"{padded:,} rows with padding, {packed} without: {padded / packed:.0f} ti
 # waits until the GPU has finished all its work, so the host passes bounds that it has already.
 
 # %%
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -282,7 +283,7 @@ assert one.block_tables.data_ptr() == mapping.data_ptr()  # no copy
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/kernels/reference.py: paged_attention_batch_reference
+# lands in nanoserve/kernels/reference.py: paged_attention_batch_reference, by_sequence
 def paged_attention_batch_reference(
     q: torch.Tensor,
     k_pool: torch.Tensor,
@@ -299,6 +300,32 @@ def paged_attention_batch_reference(
     kv_len - query_len + i + 1 tokens. A sequence with kv_len 0 (a padded row) gives zeros.
     """
     return by_sequence(paged_attention_reference, q, k_pool, v_pool, tables, n_rep, scale)
+
+
+def by_sequence(
+    attend: Callable[..., torch.Tensor],
+    q: torch.Tensor,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    tables: PagedTables,
+    n_rep: int,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """The batch form of `attend`, a single-sequence form: one call for each sequence.
+
+    Arguments and result as for paged_attention_batch_reference. The tables are read on the host.
+    """
+    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    starts = tables.query_starts.tolist()
+    for sequence, kv_len in enumerate(tables.kv_lens.tolist()):
+        rows = slice(starts[sequence], starts[sequence + 1])
+        if kv_len == 0 or rows.start == rows.stop:
+            continue
+        queries = q[rows].transpose(0, 1)[None]  # [1, n_q, query_len, head_dim]
+        slots = tables.slot_mapping(sequence)
+        result = attend(queries, k_pool, v_pool, slots, n_rep, scale)
+        out[rows] = result[0].transpose(0, 1)
+    return out
 
 
 # %% [markdown]
