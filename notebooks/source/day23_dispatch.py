@@ -261,7 +261,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache
+from functools import cache, lru_cache
 
 
 # %% jupyter={"source_hidden": true}
@@ -299,7 +299,7 @@ def check_attention(
         )
     _check_devices(q, k_pool=k_pool, v_pool=v_pool, slot_mapping=slot_mapping)
     if _reads_values(q, check_slots):
-        low, high = _slot_range(slot_mapping, slot_mapping._version)
+        low, high = _once(_slot_range, slot_mapping)
         if low < 0 or high >= len(k_pool):
             wrong = low if low < 0 else high
             raise ValueError(f"slot_mapping has slot {wrong}, but the pools have {len(k_pool)}")
@@ -341,6 +341,13 @@ def _reads_values(q: torch.Tensor, asked: bool | None) -> bool:
     if asked is not None:
         return asked
     return q.device.type == "cpu" or os.environ.get("NANOSERVE_CHECK_SLOTS") == "1"
+
+
+@lru_cache(maxsize=16)
+def _slot_range(slot_mapping: torch.Tensor, _version: int) -> tuple[int, int]:
+    """The lowest and the highest slot."""
+    low, high = (int(slot) for slot in slot_mapping.aminmax())
+    return low, high
 
 
 # %%
