@@ -824,7 +824,7 @@ class Value:
                 stands = axis >= rank  # a row that stands up has one lane in each row
                 data = (out.lanes if stands else out.data).unsqueeze(3 + min(axis, rank))
                 out = Value(data, self.buffer, 1 if stands else out.width)
-            elif i != slice(None):
+            elif not isinstance(i, slice) or i != slice(None):
                 raise fault(
                     f"a block of shape {list(self.shape)} can be indexed only by None and :"
                 )

@@ -211,7 +211,7 @@ def launch(kernel, pool, mapping, out, kv_len: int, tile: int) -> torch.Tensor:
 ADVICE = {  # words of an error of tlsim, and what to do about it here
     "do not broadcast": "Stand the rows up: row[:, None] + dim[None, :]",
     "a mask of shape": "Stand the rows up: held[:, None] & (dim < HEAD_DIM)[None, :]",
-    "a block of shape [] is indexed": "A pointer is not indexed: tl.load(pool_ptr + offset)",
+    "a block of shape [] can be indexed": "A pointer is not indexed: tl.load(pool_ptr + offset)",
 }
 
 SLOTS = [20, 21, 22, 23, 8, 9, 10, 11, 28, 29, 30, 31, 4]  # blocks 5, 2, 7 and 1, of 4 slots
