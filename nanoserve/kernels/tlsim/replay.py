@@ -22,6 +22,7 @@ from nanoserve.kernels.tlsim.rules import number_dtype
 HOST = {"__bool__", "__int__", "__float__", "__index__", "item", "tolist"}
 STORES = {"index_copy_", "index_add_"}
 KINDS, RECORDINGS = 64, 16  # what a kernel keeps: kinds of launches, and recordings of each
+INT32 = range(-(2**31), 2**31)
 SMALL = 1 << 16  # the most elements of a result that is used again
 
 
@@ -129,7 +130,7 @@ class Recordings:
                     state += (id(x), x._version)
             elif type(x) in (int, float) and x != 1 and name not in self.kernel.constants:
                 numbers[name] = x
-                kind += (type(x), number_dtype(x, None))
+                kind += (type(x), "" if type(x) is float or x in INT32 else "wide")
             else:
                 kind += (type(x), x)
         known = self.known(*kind)
