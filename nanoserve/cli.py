@@ -36,6 +36,12 @@ Model = Annotated[
 ]
 DTypeOption = Annotated[DType, typer.Option(help="The dtype of weights and activations.")]
 Device = Annotated[str, typer.Option(help="The device: cpu, cuda, cuda:1, mps.")]
+BenchDevice = Annotated[
+    str | None, typer.Option(help="The device: cpu, cuda, cuda:1; default: a GPU if there is one.")
+]
+PathOption = Annotated[
+    list[str] | None, typer.Option(help="Only this code path, such as split_kv; repeatable.")
+]
 MaxTokens = Annotated[int, typer.Option(help="The maximum number of generated tokens.")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy; 1 samples as the model predicts.")]
 TopP = Annotated[float, typer.Option(help="Keep the fewest tokens whose probabilities reach this.")]
@@ -326,33 +332,57 @@ def bench_decode(
 @bench_app.command("attention")
 def bench_attention(
     kv_len: Annotated[
-        list[int] | None, typer.Option(help="Tokens in the cache; repeatable.", min=1)
+        list[int] | None,
+        typer.Option(help="One sequence with so many tokens in the cache; repeatable.", min=1),
     ] = None,
-    rounds: Annotated[int, typer.Option(help="Runs of each code path, interleaved.", min=1)] = 20,
+    rounds: Annotated[
+        int | None,
+        typer.Option(help="Runs of each code path, interleaved: 9; for one sequence, 20.", min=1),
+    ] = None,
     dtype: Annotated[
-        DType | None, typer.Option(help="float32; with --cache on a GPU, float32 and float16.")
+        DType | None,
+        typer.Option(
+            help="On a CPU float32, on a GPU bfloat16; with --cache on a GPU, float32 and float16."
+        ),
     ] = None,
-    csv: Annotated[Path | None, typer.Option(help="Write the rows to this file too.")] = None,
-    cache: Annotated[
-        bool, typer.Option("--cache", help="Time paged attention as the engine calls it.")
+    csv: Annotated[
+        Path | None, typer.Option(help="For one sequence: write the rows to this file too.")
+    ] = None,
+    gather: Annotated[
+        bool, typer.Option("--gather", help="One sequence on a CPU: the benchmark of Day 20.")
     ] = False,
-    device: Device = "cpu",
+    cache: Annotated[
+        bool,
+        typer.Option("--cache", help="One sequence, as the engine calls attention."),
+    ] = False,
+    device: BenchDevice = None,
+    path: PathOption = None,
     record: Annotated[
         bool,
         typer.Option("--record", help="With --cache: write notebooks/data/attention_DEVICE.json."),
     ] = False,
 ) -> None:
-    """Time one layer's attention over a paged cache: gather K and V first, or attend in place.
+    """Time every installed attention path on batches, as a share of the peak bandwidth.
 
-    With --cache: the engine's own code path beside gather and reference, on a CPU or a GPU.
+    With --gather, --kv-len or --csv: one sequence on a CPU, gather K and V first, or attend in
+    place. With --cache: one sequence through the engine's own code path, beside gather and
+    reference.
     """
+    one = gather or cache or kv_len is not None or csv is not None
+    if one and path is not None:
+        raise ValueError("--path is for batches: without --cache, --gather, --kv-len and --csv")
     if cache:
         if csv is not None:
             raise ValueError("--csv cannot be used with --cache: use --record")
-        _bench_cache(device, kv_len, dtype, rounds, record)
+        _bench_cache(device or "cpu", kv_len, dtype, rounds or 20, record)
         return
-    if record or device != "cpu":
-        raise ValueError("--device and --record need --cache")
+    if record:
+        raise ValueError("--record needs --cache; `nanoserve bench roofline` records batches")
+    if not one:
+        _bench_batches(device, dtype, rounds, path, record=False)
+        return
+    if device not in (None, "cpu"):
+        raise ValueError("one sequence on another --device than cpu needs --cache")
     import torch
 
     from nanoserve.bench import attention, timing
@@ -369,7 +399,7 @@ def bench_attention(
     shapes = {"SmolLM2-135M": load_config(resolve("smollm2")), "Llama-3.2-1B": attention.LLAMA_1B}
     for name, config in shapes.items():
         rows = attention.attention_benchmark(
-            config, kv_len or (16, 64, 256, 1024, 4096), getattr(torch, kind.value), rounds
+            config, kv_len or (16, 64, 256, 1024, 4096), getattr(torch, kind.value), rounds or 20
         )
         for row in rows:
             rate = row.bytes_per_second
@@ -398,6 +428,47 @@ def _bench_cache(
         typer.echo(line)
     if record:
         typer.echo(f"recorded in {run.save(runner.DATA).as_posix()}")
+
+
+@bench_app.command("roofline")
+def bench_roofline(
+    device: BenchDevice = None,
+    dtype: Annotated[
+        DType | None, typer.Option(help="By default bfloat16 on a GPU, float32 on a CPU.")
+    ] = None,
+    rounds: Annotated[
+        int | None, typer.Option(help="Runs of each code path, interleaved: 9.", min=1)
+    ] = None,
+    path: PathOption = None,
+    record: Annotated[
+        bool, typer.Option("--record", help="Write notebooks/data/roofline_DEVICE.json.")
+    ] = False,
+) -> None:
+    """Measure this machine's peak rates, and each attention path's share of them."""
+    _bench_batches(device, dtype, rounds, path, record)
+
+
+def _bench_batches(
+    device: str | None,
+    dtype: DType | None,
+    rounds: int | None,
+    path: list[str] | None,
+    record: bool,
+) -> None:
+    import torch
+
+    from nanoserve.bench import roofline
+    from nanoserve.model import as_device
+
+    if device is not None:
+        as_device(device)
+    kind = getattr(torch, dtype.value) if dtype else None
+    command = " ".join(["nanoserve", *sys.argv[1:]])
+    run = roofline.measure(device, kind, rounds or 9, path or (), command, typer.echo)
+    if record:
+        typer.echo(f"recorded in {run.save(roofline.DATA).as_posix()}")
+    if not run.whole:
+        raise typer.Exit(1)
 
 
 @course_app.command()

@@ -339,7 +339,13 @@ def test_a_bad_option_is_refused_in_a_few_words(way, args, both):
 
 
 @pytest.mark.parametrize(
-    "args", [("--record",), ("--device", "cuda"), ("--cache", "--csv", "x.csv")]
+    "args",
+    [
+        ("--record",),
+        ("--gather", "--device", "cuda"),
+        ("--cache", "--csv", "x.csv"),
+        ("--cache", "--path", "sdpa"),
+    ],
 )
 def test_options_that_do_not_go_together_are_refused(args, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["nanoserve", "bench", "attention", *args])

@@ -297,6 +297,19 @@ asynchronous: Started now and finished later: the program continues while the GP
 synchronise: To wait until a GPU has finished all its work.
 multiprocessor: One of the units of a GPU that run programs in parallel. An H200 has 132.
 """,
+    27: """
+roofline: The highest speed of a computation on a device: the lower of two limits, the peak rate of
+    arithmetic, and the peak bandwidth times the arithmetic intensity (Williams et al. 2009).
+arithmetic intensity: Operations per byte that a computation must read, in FLOP per byte.
+ridge point: The arithmetic intensity at which both limits of a roofline are equal. Below it a
+    computation is memory-bound, above it compute-bound.
+yardstick: A measured variant that is not in question, such as a library's, and that the others are
+    compared with.
+CUDA graph: A recorded list of kernel launches that a GPU runs again without the host's work. To
+    record it is to capture, to run it is to replay.
+L2 cache: The memory on a GPU's chip that all multiprocessors share, 50 MiB on an H200. What it
+    holds is not read from the GPU's main memory.
+""",
     28: """
 ragged: With rows of different lengths. A ragged batch has sequences of different lengths.
 padding: Entries that fill a row up to the length of the longest row. Nothing uses their results.
@@ -305,6 +318,26 @@ chunk: A part of a prompt that one step computes. The rest comes in other steps.
 query_starts: For a packed batch, the row of q where the queries of each sequence start. One more
     entry at the end gives the number of rows.
 block tables: For a batch, the block tables of all sequences as the rows of one tensor.
+""",
+    29: """
+packed heads: The query heads that share a KV head, as the rows of one tile. One program computes
+    them all and loads each key once.
+tensor core: A unit of a GPU that multiplies two small matrices in one instruction. tl.dot uses it.
+""",
+    30: """
+worker: A program that computes its share of the work, whatever objects the share belongs to.
+log-sum-exp: The logarithm of a sum of exponentials. It is a softmax's divisor, kept as a logarithm
+    so that it does not overflow.
+partial softmax: The softmax over a part of the keys, with the log-sum-exp of their scores.
+""",
+    31: """
+memory latency: The time from the request of a number in memory to its arrival.
+in flight: Requested from memory, and not yet arrived.
+Little's law: In a queue, the number of things inside is the rate times the time that each stays
+    (Little 1961). For memory: bytes in flight = bandwidth * latency.
+pipeline stage: One of the tiles that a loop works on at the same time: one is computed while the
+    next ones are loaded.
+warp: 32 threads of a GPU that run in step. A program has one or more warps, which share its tiles.
 """,
 }
 

@@ -487,7 +487,7 @@ def translate(x: Any, use: str = "") -> Any:
 
 # %%
 def with_a_break(x_ptr):
-    for i in range(4):
+    for _i in range(4):
         break
 
 
@@ -656,7 +656,7 @@ def _accessed(flat: torch.Tensor, kind: str, writes: bool = False) -> torch.Tens
     nobody = torch.full((1,), NOBODY, device=flat.device)
     if place not in known and not writes:
         return nobody.expand(len(flat))
-    before = known.get(place, nobody[:0])
+    before = known.setdefault(place, nobody[:0])
     if len(before) < len(flat):  # the first access, or the first by a longer argument
         known[place] = torch.cat([before, nobody.expand(len(flat) - len(before))])
     return known[place]
@@ -991,7 +991,11 @@ class Recordings:
         self.kernel, self.known = kernel, lru_cache(KINDS)(lambda *_: SimpleNamespace(first=None))
 
     def launch(self, grid: tuple[int, int, int], given: dict[str, Any]) -> None:
-        """Replay a recording, or record the launch if none holds."""
+        """Replay a recording, or record the launch if none holds. Tensors made in inference mode
+        count no changes in place, so launches with them are not recorded."""
+        if any(isinstance(x, torch.Tensor) and x.is_inference() for x in given.values()):
+            self.kernel.run(grid, given)
+            return
         uses, inputs, numbers, tables, state = self.kernel.source.globals(), {}, {}, {}, []
         kind, device = [grid, options_now().wave, *map(id, uses.values())], None
         for name, x in given.items():
@@ -1003,7 +1007,7 @@ class Recordings:
                     state += (id(x), x._version)
             elif type(x) in (int, float) and x != 1 and name not in self.kernel.constants:
                 numbers[name] = x
-                kind += (type(x), -(2**31) <= x < 2**31)
+                kind += (type(x), number_dtype(x, None))  # (int, 1) would equal (int, True)
             else:
                 kind += (type(x), x)
         known = self.known(*kind)
@@ -1014,7 +1018,7 @@ class Recordings:
             changed = {name for name, x in numbers.items() if x != known.first[name]}
             known.found *= changed <= known.varying  # else no recording holds
             known.varying |= changed
-        for name in known.varying:
+        for name in sorted(known.varying):  # a set has no order of its own
             dtype = number_dtype(numbers[name], None)
             inputs[name] = torch.full((1, 1, 1), numbers[name], dtype=dtype, device=device)
             state.append(repr(numbers[name]))

@@ -146,6 +146,7 @@ class PagedKVCache:
         self.table = BlockTable(pool.allocator)
         self._slots = torch.empty(0, dtype=torch.int64, device=pool.k.device)
         self._mapped = 0  # the number of positions in _slots
+        self._step_slots = self._slots  # the mapping that this step's layers use
 
     @property
     def slot_mapping(self) -> torch.Tensor:
@@ -161,7 +162,7 @@ class PagedKVCache:
         if end > len(self._slots):  # the buffer doubles, so that a step costs O(1) on average
             longer = self._slots.new_empty(max(end, 2 * len(self._slots)))
             longer[: self._mapped] = self._slots[: self._mapped]
-            self._slots = longer
+            self._slots = self._step_slots = longer
         fresh = [self.table.slot(position) for position in range(self._mapped, end)]
         self._slots[self._mapped : end] = torch.tensor(fresh, device=self._slots.device)
         self._mapped = end
@@ -226,7 +227,9 @@ today.check(_write)
 #
 # `append` calls `_write`, and then gathers. It has the contract of Day 11's `append`: it takes this step's
 # keys and values, and returns the keys and values of all tokens so far, `[1, n_kv, kv_len, head_dim]`. So
-# the model needs no change. The cell below holds the package's version; from here on this notebook uses it.
+# the model needs no change. All layers of a step use one mapping, so `_write` returns one tensor to all of them:
+# later, a backend derives from it once a step what it needs. The cell below holds the package's version; from here
+# on this notebook uses it.
 
 
 # %% jupyter={"source_hidden": true}
@@ -262,7 +265,9 @@ class PagedKVCache(PagedKVCache):
         self.pool.v[layer].index_copy_(0, new, v[0].transpose(0, 1))
         if layer == len(self.pool.k) - 1:
             self.seq_len = end
-        return self._slots[:end]
+        if len(self._step_slots) != end:  # one tensor for all layers of a step, so that what a
+            self._step_slots = self._slots[:end]  # backend derives from it is derived once
+        return self._step_slots
 
 
 # %% [markdown]

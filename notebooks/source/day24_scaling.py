@@ -11,9 +11,9 @@
 #
 # Week 6 · Phase 2, paged memory · you need: Day 20 (A number on the wall)
 #
-# **Today** you turn a sweep of times into two numbers: how the time grows with the length, and what it
-# costs. You fit a straight line by least squares, through the logarithms. In two days you use it to compare
-# the kernel with the gather.
+# **Today** you turn a sweep of times into two numbers: how the time grows with the length, and what a token costs.
+# You fit a straight line to the logarithms, by least squares. In two days you use the line to compare the kernel
+# with the gather.
 
 # %% jupyter={"source_hidden": true}
 # Set-up: on Colab, installs nanoserve in a minute or two. In your own clone it does nothing.
@@ -42,13 +42,13 @@ today.picture("flat-or-climbing")
 # %% [markdown]
 # ## Why it matters
 #
-# Day 20 ended with a table of times. Tables invite two mistakes. One is to look at a single row, since the next
-# row may show something else. The other is to plot the rows on plain axes and trust the eye: there the largest
-# `kv_len` fills the picture, and everything grows "somehow".
+# Day 20 ended with a table of times. Tables invite two mistakes. The first is to trust a single row: the next row
+# may show something else. The second is to plot the rows on plain axes and trust the eye: the largest `kv_len`
+# fills such a picture, and everything seems to grow alike.
 #
-# Whoever runs an engine asks: **if twice as many tokens are in the cache, how much longer does a step take?** As
-# long (flat), twice (linear), four times? And of two code paths that grow alike, which is faster, and by how
-# much?
+# Whoever runs an engine asks: **if twice as many tokens are in the cache, how much longer does a step take?** Just
+# as long (flat), twice as long (linear), or four times as long? And if two code paths grow alike, which one is
+# faster, and by how much?
 
 # %%
 today.glossary("sweep", "power law", "exponent", "log-log", "least squares", "regime")
@@ -60,8 +60,9 @@ today.glossary("sweep", "power law", "exponent", "log-log", "least squares", "re
 #
 # $$ t = c \cdot n^{e} \qquad\text{and so}\qquad \log t = \log c + e \cdot \log n $$
 #
-# With $x = \log n$ and $y = \log t$ that is a straight line. Its slope is the **exponent** $e$, and it
-# meets $x = 0$, a length of 1, at the logarithm of the **constant** $c$. What does twice the length cost?
+# With $x = \log n$ and $y = \log t$ that is a straight line. Its slope is the **exponent** $e$. Its height at
+# $x = 0$, which is a length of 1, is the logarithm of the **constant** $c$. How many times as long does twice the
+# length take?
 
 # %%
 for exponent in (0, 0.2, 0.5, 0.8, 1, 1.2, 2):
@@ -70,21 +71,21 @@ for exponent in (0, 0.2, 0.5, 0.8, 1, 1.2, 2):
     )
 
 # %% [markdown]
-# Logarithms do a second thing for us. Times of a sweep reach from 100 µs to 10 ms, and each is
-# wrong by some *percent*. On plain axes 5 % of the longest, 500 µs, is several times the whole of the shortest, so
-# least squares there follows the last point alone. In logarithms 5 % is the same distance
-# everywhere: **each point weighs by its ratio to the line.**
+# Logarithms do a second thing for us. Say the times of a sweep reach from 100 µs to 10 ms, and each is wrong by
+# 5 %. For the longest time that is 500 µs: five times the whole of the shortest. So on plain axes, least squares
+# follows the last point alone. In logarithms, 5 % is the same distance everywhere: **each point weighs by its
+# ratio to the line.**
 #
-# Of all lines, least squares takes the one whose squared vertical distances to the points are together
-# the smallest. There is a closed form. With $\bar x$ and $\bar y$ for the means:
+# Least squares takes the line with the smallest sum of squared vertical distances to the points. The line has a
+# closed form. $\bar x$ and $\bar y$ are the means:
 #
 # $$ e = \frac{\sum_i (x_i - \bar x)(y_i - \bar y)}{\sum_i (x_i - \bar x)^2}
 # \qquad \log c = \bar y - e\,\bar x $$
 #
 # ## Your turn: `power_law`
 #
-# Give `(exponent, constant)` for a list of lengths and one of seconds. The constant is in seconds, not in
-# logarithms of them. You may take for granted that all numbers are positive and the lengths not all equal.
+# Return `(exponent, constant)` for a list of lengths and a list of seconds. The constant is in seconds: do not
+# return its logarithm. You may assume that all numbers are positive, and that the lengths are not all equal.
 # Stuck? `today.hint()` looks at the case that failed.
 #
 # After a kernel restart, run the cells above first (Run → Run All Above Selected Cell).
@@ -106,12 +107,12 @@ today.check(power_law)
 # %% [markdown]
 # ## What lands
 #
-# Around your line the package stores what two numbers leave unsaid. **`seconds_per_token`** is measured at
-# the largest `kv_len`, not taken from the line. **`misfit`** is the factor by which the worst point lies
-# off: a line can be drawn through anything. And **`regime`** gives the exponent a name, with bounds that
-# were chosen, not found: up to 0.2, ten times the length costs at most 1.6 times the time. Mind the two senses
-# of the word: in the text a regime is a range in which one cost dominates the time, and `fit.regime` is only
-# a name for the exponent, such as "linear".
+# The package stores two more numbers beside your line, and a name. **`seconds_per_token`** is measured at the
+# largest `kv_len`; it is not taken from the line. **`misfit`** is the factor between the worst point and the line.
+# A line can be drawn through any points, and a large misfit shows that it describes them badly. **`regime`** is a
+# name for the exponent. The bounds between the names are a choice: up to 0.2 is "flat", for example, because ten
+# times the length then takes at most 1.6 times as long. The word has two senses here: in the text a regime is a
+# range in which one cost dominates the time, and `fit.regime` is only a name for the exponent, such as "linear".
 
 # %%
 from dataclasses import dataclass, replace
@@ -189,7 +190,7 @@ def fit_scaling(lengths: Sequence[float], seconds: Sequence[float]) -> ScalingFi
 # %% [markdown]
 # ## Prove it
 #
-# First where the answer is known beforehand, from a formula:
+# First with times that come from a formula, so that the right exponent is known:
 
 # %%
 lengths = (64, 192, 1_000, 4_096, 16_384)
@@ -200,8 +201,8 @@ for exponent in (0.0, 0.5, 1.0, 2.0):
     )
 
 # %% [markdown]
-# Then where it is not, against NumPy's least squares. And two things that must hold for any
-# sweep: in other units the exponent stays, and the order of the points does not matter.
+# Then with noisy times, against NumPy's least squares. Two more things must hold for any sweep: the exponent is
+# the same in other units, and the order of the points does not matter.
 
 # %%
 import random
@@ -221,7 +222,7 @@ print("in ms the same exponent:", math.isclose(in_ms.exponent, fit.exponent))
 print("backwards the same exponent:", math.isclose(backwards.exponent, fit.exponent))
 
 # %% [markdown]
-# Last, sweeps that have no fit. Two points lie on *some* line whatever they are, so two are refused.
+# Last, sweeps that have no fit. There is a line through any two points, so a sweep of two is refused.
 
 # %%
 for times, at in (
@@ -239,8 +240,8 @@ for times, at in (
 # %% [markdown]
 # ## A power law from two plain costs
 #
-# Before you measure, look at a sweep that is made up: every call costs 200 µs to begin with, and then
-# 0.2 µs for each token. Each of the two parts is as plain as can be.
+# Before you measure, look at a sweep that is made up: every call costs 200 µs to begin with, and then 0.2 µs for
+# each token. Each part alone is simple: the first is flat, the second is linear.
 
 # %%
 sweep = (16, 64, 256, 1_024, 4_096)
@@ -252,10 +253,10 @@ for name, fit in (("16 to 256", short), ("16 to 4,096", whole), ("65,536 and on"
     print(f"{name:14} exponent {fit.exponent:.2f}  {fit.regime:18}  misfit {fit.misfit:.2f}")
 
 # %% [markdown]
-# An exponent of about a quarter, and no fourth root anywhere. The **fixed cost flattens the short end**,
-# where a token more changes nothing; far out it no longer matters, and the time is linear. The whole sweep's
-# exponent is a mixture that depends on where you began and stopped. The misfit shows it: the worst
-# point is off by far more than noise would be.
+# The whole sweep has an exponent of about a quarter, although nothing here grows like a fourth root. The **fixed
+# cost flattens the short end**, where one more token changes almost nothing. At large lengths the fixed cost no
+# longer matters, and the time is linear. The whole sweep's exponent is a mixture that depends on where you began
+# and stopped. The misfit shows it: the worst point is off by far more than noise would be.
 #
 # ## Predict, then measure
 #
@@ -330,20 +331,20 @@ for ax, title in zip(axes, ("One line for each path", "The gather's two ends")):
 fig
 
 # %% [markdown]
-# **The honest reading.** On the left is a line for each path. If your dots bow away from it, below in the middle
-# and above at both ends, then one exponent for this sweep is an average over two regimes, and neither of them
-# grows that way. On the right are the same dots in two parts. A short end flatter than the long end means that part
-# of its time is the start of a dozen small operations. A long end below 1 means that a fixed part remains even at
-# 4,096. It can also come out above 1: then the longest sweep no longer fits in a cache of your processor, and each
-# byte costs more than before; or other work ran beside yours. Run the cell again to tell these apart.
+# **The honest reading.** On the left is a line for each path. If your dots lie below the line in the middle and
+# above it at both ends, then its exponent is an average over two regimes, and describes neither. On the right are
+# the same dots in two parts. If the short end is flatter than the long end, a part of its time is the start of a
+# dozen small operations. If the exponent of the long end is below 1, a fixed part remains even at 4,096 tokens. If
+# it is above 1, there are two possible reasons: the keys and values no longer fit in a cache of your processor, so
+# that each byte costs more than before, or other work ran beside yours. Run the cell again to tell these apart.
 #
-# So: quote the exponent **with its range**, and the cost of a token **at the largest `kv_len`**. And the two paths?
-# They compute the same sum. Where your two exponents, or your two costs, differ by less than two runs of this cell
-# differ, call them equal.
+# So: quote the exponent **with its range**, and the cost of a token **at the largest `kv_len`**. And the two
+# paths? They compute the same sum. Run the cell twice. If the two paths differ by less than the two runs do, call
+# them equal.
 #
-# Three things the fit does not say. It does not say *why*: flat may be a fixed cost, or a timer that
-# measures nothing. It says nothing beyond its last dot: at 100,000 tokens a line from this sweep can
-# promise far too little. And a low exponent is no praise: **the larger the fixed cost, the flatter the
+# Three things the fit does not say. It does not say *why*: flat may be a fixed cost, or a timer that measures
+# nothing. It says nothing beyond its last dot: at 100,000 tokens, a line from this sweep can promise a time that
+# is far too short. And a low exponent is not the mark of a fast path: **the larger the fixed cost, the flatter the
 # line.** Remember that in two days, when you fit a kernel in a simulator beside a gather.
 #
 # ## With your own code
@@ -370,7 +371,7 @@ print("the same exponent:", math.isclose(judged.exponent, fits["gather"].exponen
 #
 # The kernel is written, compiled and chosen by a dispatcher, and nothing calls it. Day 25 moves one line.
 #
-# **In one paragraph.** We took the logarithms of lengths and times and fitted a line to
-# them: its slope is the exponent, and e to its intercept the constant. Closed forms and NumPy agree, and a sweep
-# without a fit is refused by name. Then you fitted Day 20's sweep: a fixed cost makes a short end flatter, the
-# bytes make a long end steeper, and the exponent of the whole sweep may describe neither.
+# **In one paragraph.** We took the logarithms of lengths and times and fitted a line to them: its slope is the
+# exponent, and e to the power of its intercept is the constant. Known formulas and NumPy agree with the fit. A
+# sweep that has no fit raises an error that gives the reason. Then you fitted Day 20's sweep: a fixed cost makes a
+# short end flatter, the bytes make a long end steeper, and the exponent of the whole sweep may describe neither.

@@ -11,9 +11,8 @@
 #
 # Week 6 · Phase 2, paged memory · you need: Days 19 and 23 (The fused read; The same source, compiled)
 #
-# **Today** one line of the package moves: the cache asks the dispatcher instead of the oracle. From here
-# on the engine runs your kernel, on a GPU as machine code and on a laptop as torch, and the cache never
-# learns which.
+# **Today** one line of the package moves: the cache calls the dispatcher instead of the oracle. From here on the
+# engine runs your kernel, on a GPU as machine code and on a laptop as torch. The cache is the same for both.
 
 # %% jupyter={"source_hidden": true}
 # Set-up: on Colab, installs nanoserve in a minute or two. In your own clone it does nothing.
@@ -42,14 +41,14 @@ today.picture("paged-read-dispatch")
 # %% [markdown]
 # ## Why it matters
 #
-# All parts are ready. Day 18 fixed the result of paged attention. Day 19 put it behind one method of the
-# cache. Days 21 and 22 wrote the kernel, and Day 23 the dispatcher that chooses a backend. None of
-# them changed a token that the engine generates, because the engine did not call them.
+# All parts are ready. Day 18 fixed the result of paged attention. Day 19 put paged attention behind one method of
+# the cache. Days 21 and 22 wrote the kernel, and Day 23 the dispatcher that chooses a backend. None of them
+# changed a token that the engine generates, because the engine did not call them.
 #
-# Now it does. It is the smallest change of the course, with far consequences: since
-# Day 11 the cached engine was *equal in every bit* to the plain one, and tests checked that. A kernel adds the
-# same numbers in another order. So some tests need a new bound. Today you find out which tests, which bound,
-# and why the new bound is no weaker a promise.
+# Today it does. No change of the course is smaller, and it has consequences. Since Day 11 the cached engine was
+# *equal in every bit* to the plain one, and tests checked that. A kernel adds the same numbers in another order.
+# So some tests need a new bound. Today you find out which tests, which bound, and why the new bound is as good a
+# promise as the old one.
 
 # %%
 today.glossary("spy", "wiring test", "tolerance", "deviation")
@@ -125,7 +124,7 @@ def wiring_test(cache, layer, k, v, q, n_rep):
 # %% [markdown]
 # ## The line
 #
-# On Day 19 the method ended so:
+# On Day 19 the method ended like this:
 #
 # ```python
 #         return paged_attention_reference(
@@ -133,7 +132,8 @@ def wiring_test(cache, layer, k, v, q, n_rep):
 #         )
 # ```
 #
-# From today one name in it is another, and `cache.py` imports that name. Nothing else in the package moves.
+# From today it calls `paged_attention_dispatch`, and `cache.py` imports that name. Nothing else in the package
+# changes.
 
 # %%
 from nanoserve.cache import PagedKVCache
@@ -171,11 +171,12 @@ class PagedKVCache(PagedKVCache):
 # ## Prove it: the wiring
 #
 # First the wiring test, then a test of numbers. It takes the arguments that the cache passes, and computes
-# attention with both, the dispatcher and the oracle, in a pool where every slot of other sequences is NaN.
+# attention with them twice: by the dispatcher, and by the oracle. In that pool, every slot of other sequences is
+# NaN.
 
 # %%
 from nanoserve import load_model
-from nanoserve.kernels.dispatch import select_backend, use_backend
+from nanoserve.kernels.dispatch import select_backend, use_backend, use_kernel
 from nanoserve.kernels.reference import ATOL, RTOL, paged_attention_reference
 
 model = load_model("smollm2")
@@ -220,8 +221,8 @@ for name, held, seq in (("decode", 70, 1), ("prefill", 0, 33), ("continuation", 
 # %% [markdown]
 # ## What the tests must say now
 #
-# Four tests in `tests/test_cache.py` get another bound today: three of attention, and one of a model's logits. The
-# last row stays:
+# Four tests in `tests/test_cache.py` get another bound today: three tests of attention, and one of a model's
+# logits. The tests in the last row of the table do not change:
 #
 # | test | until today | from today |
 # | --- | --- | --- |
@@ -229,13 +230,12 @@ for name, held, seq in (("decode", 70, 1), ("prefill", 0, 33), ("continuation", 
 # | a tiny random model's paged logits against the naive ones | within 1e-6 | within 1e-5 |
 # | scatter and gather: what was written comes back | `torch.equal` | `torch.equal` |
 #
-# The tolerance of the first three tests is **borrowed** from `kernels/reference.py`, the file that defines how far a
-# backend may differ. For logits no file defines a tolerance, since layers and a head come after attention. That bound is
-# **chosen**: ten times the old bound, for a tiny model whose logits are small. And the last row stays exact: moving
-# numbers loses nothing, so where numbers are only moved, the tests still ask for equality.
+# The tolerance of the first three tests is **borrowed** from `kernels/reference.py`, the file that defines how far
+# a backend may differ. For logits no file defines a tolerance, since layers and a head come after attention. That
+# bound is **chosen**: ten times the old bound, for a tiny model whose logits are small. The last row is still
+# exact: scatter and gather only move numbers, and moving a number does not change it.
 #
-# Was paging byte-identical, then, all these days? No. Put the oracle back behind the
-# same cache:
+# Was it paging that gave equal bits all these days? Put the oracle back behind the same cache, and compare:
 
 
 # %%
@@ -268,8 +268,7 @@ for backend in ("reference", "tlsim"):
     assert equal or backend != "reference"
 
 # %% [markdown]
-# The identity was a property of the oracle. Paging moves keys and values from one place to another, and loses
-# nothing by it.
+# The equality was a property of the oracle's sum. Paging only moves keys and values from one place to another.
 #
 # ## Predict the deviation
 #
@@ -325,9 +324,8 @@ print(f"the naive path, all tokens at once, from itself in steps: {itself:.1e}")
 assert itself < 1e-5 * size
 
 # %% [markdown]
-# The 1e-5 of the table was an absolute bound, on that test's tiny random model. SmolLM2's logits are much
-# larger (the first line above), and so is the last digit of each. Here the limit is relative: 1e-5 of the
-# largest logit.
+# The 1e-5 of the table was an absolute bound, on that test's tiny random model. SmolLM2's logits are much larger
+# (the first line above), and so are their rounding errors. Here the limit is relative: 1e-5 of the largest logit.
 
 # %% jupyter={"source_hidden": true}
 # Draws the plot: Two layers: the kernel's attention against the contiguous cache's
@@ -348,15 +346,15 @@ ax.set(ylim=(1e-7, 30 * limit))
 fig
 
 # %% [markdown]
-# A position whose difference is 0 has no dot on a logarithmic axis. Position 0 is one if its single key leaves
-# nothing to add in another order. After it, look whether the dots of your run rise along the text. Each position's
-# error comes from its own sums, and no later position adds to it. (A token does feed back: if a rounding error ever
-# changes the choice between two nearly equal tokens, the texts differ from there on. For that reason greedy tokens
-# are compared below.)
+# A position whose difference is 0 has no dot on a logarithmic axis. Position 0 may be such a position: it has a
+# single key, so there is nothing to add in another order. Look whether the other dots of your run rise along the
+# text. Each position's error comes from its own sums, and no later position adds to it. (A token does feed back:
+# if a rounding error ever changes the choice between two nearly equal tokens, the texts differ from there on. For
+# that reason greedy tokens are compared below.)
 #
-# The plot does not show other roundings of the same size. Cut the text into other steps, and the
-# *naive* path differs from itself too: compare the last line above the plot with the first. The kernel is one more
-# order of adding.
+# The plot shows one effect of rounding, and there are others of the same size. If the text goes in by other steps,
+# the *naive* path differs from itself too: compare the last line above the plot with the first. The kernel is one
+# more order of adding.
 #
 # ## Prove it: the tokens
 #
@@ -375,16 +373,17 @@ with use_backend("tlsim"):
     print("read by:", select_backend("cpu"))
 
 # %% [markdown]
-# On a CPU the kernel runs under tlsim, which simulates a GPU and is not fast. Its use is another: the kernel in your
-# engine and the kernel on a GPU are the same lines. Tomorrow you time both.
+# On a CPU the kernel runs under tlsim, which simulates a GPU. The kernel in your engine and the kernel on a GPU
+# are the same lines. Tomorrow you time both.
 #
 # ## With your own code
 #
 # If you wrote your own kernel on Day 22, it now computes attention, in all layers, for every token. `mine` also uses
-# all other answers that you have saved, and prints how often each was called.
+# all other answers that you have saved, and prints how often each was called. (Week 7 gives the engine another
+# kernel; `use_kernel("day22")` runs this one.)
 
 # %%
-with today.mine(everything=True):
+with use_kernel("day22"), today.mine(everything=True):
     (answer,) = llm.generate("The capital of France is", SamplingParams(max_tokens=6))
 print(repr(answer.text))
 assert answer.text.startswith(" Paris")
@@ -392,10 +391,9 @@ assert answer.text.startswith(" Paris")
 # %% [markdown]
 # ## What you learned
 #
-# 1. **Byte-identity was the oracle's property, not paging's.** A promise ends where the part that gave it is
-#    replaced.
-# 2. **A tolerance is borrowed from where the approximation is defined.** Where none is defined, as for
-#    logits, a bound has to be chosen, and the test should say so.
+# 1. **Byte-identity was the oracle's property, not paging's.** When a part is replaced, its promises end.
+# 2. **A tolerance is borrowed from where the approximation is defined.** Where no file defines one, as for logits,
+#    somebody chooses a bound, and the test should say so.
 # 3. **A dispatcher makes the fallback the default.** The fast backend is chosen only where its preconditions
 #    hold.
 #

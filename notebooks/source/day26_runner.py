@@ -12,7 +12,8 @@
 # Week 6 · Phase 2, paged memory · you need: Day 24 (Flat or climbing?), Day 25 (One line moves)
 #
 # **Today** you connect the benchmark to the one method that the engine calls, and time all of it: the write, the
-# mapping, the dispatch, the launch and the kernel. Live on your CPU, and as it was recorded on a GPU.
+# mapping, the dispatch, the launch and the kernel. You time it live on your CPU, and then read a run that was
+# recorded on a GPU.
 
 # %% jupyter={"source_hidden": true}
 # Set-up: on Colab, installs nanoserve in a minute or two. In your own clone it does nothing.
@@ -41,9 +42,10 @@ today.picture("time-the-path")
 # %% [markdown]
 # ## Why it matters
 #
-# Every kernel comes with a benchmark, and the benchmark calls the kernel: with tensors made for it, the mapping
-# ready, the keys in their slots. It is quick to write, and it times a call that the engine never makes alone. **The engine
-# runs a whole code path.** On a GPU, while `kv_len` is small, most of that path is not the kernel: you will compute how much.
+# Every kernel comes with a benchmark, and the benchmark calls the kernel. Its tensors are made for the call, the
+# mapping is ready, and the keys are in their slots. Such a benchmark is quick to write, but it times a call that
+# the engine never makes alone. **The engine runs a whole code path.** On a GPU, while `kv_len` is small, most of
+# that path is not the kernel: you will compute how much.
 #
 # There is a second trap: to time the path and not notice that it computes something else. The dispatcher may
 # have fallen back, or a slot mapping may be stale. So the rule of Day 13 holds: first the correctness check, then the
@@ -100,9 +102,9 @@ today.check(attention_paths)
 # %% [markdown]
 # ## The paths and the correctness check
 #
-# Two shapes: of a model, attention needs only the numbers of heads and their width. Then your function, and the
-# **correctness check**. Note its order: the dispatched path runs first. If another path had written k and v before it, a
-# missing write would not show.
+# The cell has two shapes: attention needs no more of a model than its numbers of layers and heads and `head_dim`.
+# Then come your function and the **correctness check**. Note the order of the check: the dispatched path runs
+# first. If another path wrote k and v before, a missing write would not show.
 
 # %%
 from dataclasses import asdict, dataclass, replace
@@ -237,10 +239,10 @@ for clock in ("plain_clock", "waiting_clock"):
 #
 # ## The benchmark that lands
 #
-# Three rules of Day 20 return, each a little stricter. **Rotation:** the cache has so many layers that 128 MiB of
-# others are read between two visits to one layer, more than an H200's L2 cache holds. **Turns:** the three
-# paths take turns, each at another layer. **The step:** on a GPU one turn covers as many layers as the model has,
-# since in a real step their launches queue up as well, and the program waits once, not thirty times.
+# Three rules of Day 20 return, each a little stricter. **Rotation:** the cache has many layers, and between two
+# visits to one layer 128 MiB of other layers are read. That is more than an H200's L2 cache holds. **Turns:** the
+# three paths take turns, each at another layer. **The step:** on a GPU one turn covers as many layers as the model
+# has. In a real step the launches of all layers queue up as well, and the program waits once, not thirty times.
 
 # %%
 import time
@@ -512,16 +514,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
 # %% [markdown]
 # ## Predict, then measure: your CPU
 #
-# Here the dispatcher has one choice: the kernel under `tlsim`, every program of it as a row of PyTorch tensors.
-# The gather is two copies and PyTorch's own products. SmolLM2's shape: how many times as long
-# does the dispatched path take, at 1,024 tokens?
+# Here the dispatcher has one choice: the kernel under `tlsim`. Each program of the kernel is a row of PyTorch
+# tensors. The gather is two copies and PyTorch's own products. SmolLM2's shape: how many times as long does the
+# dispatched path take, at 1,024 tokens?
+#
+# (Week 7 gives the engine a faster kernel. `use_kernel("day22")` runs the kernel that you know.)
 
 # %%
 today.predict("cost", "tlsim's time over the gather's, at 1,024 tokens?", guess=None)
 
 # %% tags=["nbval-ignore-output"]
+from nanoserve.kernels.dispatch import use_kernel
+
 lengths = (64, 256, 1_024)
-with use_backend("tlsim"):
+with use_backend("tlsim"), use_kernel("day22"):
     rows = cache_benchmark(MODELS["SmolLM2-135M"], lengths, rounds=9)
     backend = select_backend("cpu")
 bandwidth = read_bandwidth(1 << 28)
@@ -600,16 +606,17 @@ fig
 # tensor operation, started and finished before the next. It was built to be right and to be read, and on a CPU it is
 # usually several times slower than the gather. Your factor stands above the plot.
 #
-# How much of its path is the kernel? The gather's path writes through the same mapping. So the time that the dispatched
-# path takes beyond the gather's is the kernel's, but for a few checks. Your share at 64 tokens stands above too.
+# How much of the dispatched path's time is the kernel's? The gather writes through the same mapping. So nearly all
+# the time beyond the gather's is the kernel's; the rest is a few checks. Your share at 64 tokens stands above too.
 #
-# Now look at the exponents. If the slower path has the smaller exponent, that is Day 24's warning: the fixed cost of
-# starting some dozens of operations hides the growth, and the *constant* shows it, the cost of a token at the largest
-# `kv_len`. If it has the larger one, the kernel's own work already dominates its fixed cost on your machine.
+# Now look at the exponents. If the slower path has the smaller exponent, that is Day 24's warning: the fixed cost
+# of starting some dozens of operations hides the growth, and the *constant* shows it, the cost of a token at the
+# largest `kv_len`. If the slower path has the larger exponent, the kernel's own work already dominates its fixed
+# cost on your machine.
 #
-# And the gather against the reference? They do the same work: each writes one token, copies K and V out through
-# a mapping, then calls `sdpa`. Where your two differ, it is noise, or the turn: the gather runs right after the
-# simulator, whose own tensors have just filled the processor's caches.
+# And the gather against the reference? They do the same work: each writes one token, copies K and V out through a
+# mapping, then calls `sdpa`. If your two differ, the reason is noise or the order of turns: the gather runs right
+# after the simulator, whose own tensors have just filled the processor's caches.
 #
 # So why does the engine take this path on a CPU? Because it is the **same kernel** that a GPU runs: text that you
 # generate on a laptop has gone through every line of it. `NANOSERVE_BACKEND=reference` is faster where you only want text.
@@ -710,12 +717,13 @@ fig
 # %% [markdown]
 # **The honest reading of the recorded run** (one H200, the label above). Look first at the black line, far below
 # everything. No path comes near it at any `kv_len`: the best at 16,384 tokens reaches 1 to 4 % of peak bandwidth.
-# At a small `kv_len` the time is what Python and PyTorch need to launch, and the GPU waits for them. That is the flat
-# part. How little of it is the kernel? By the cost of a token at the long end, 64 tokens are a microsecond or two, of
-# more than a hundred. (An estimate: a tile has 128 lanes, and a launch has a fixed cost. Several times as much would
-# still be little.) On that GPU, then, most of the time at a small `kv_len` is not the kernel's. The kernel is faster
-# there, since it is one launch where the gather is a dozen; it does not read faster. Where the dots of all paths
-# rise together, as Llama's do from 128 to 512 tokens, the host was slower for a moment, and no path caused it.
+# At a small `kv_len` the time is what Python and PyTorch need to launch, and the GPU waits for them. That is the
+# flat part. How much of it is the kernel's? Take the cost of a token at the long end: 64 tokens cost a microsecond
+# or two of more than a hundred. (This is an estimate. A tile has 128 lanes, and a launch has a fixed cost; several
+# times as much would still be little.) So on that GPU, most of the time at a small `kv_len` is not the kernel's.
+# The kernel is faster there because it is one launch, and the gather is a dozen; it does not read faster. Where
+# the dots of all paths rise together, as Llama's do from 128 to 512 tokens, the host was slower for a moment, and
+# no path caused it.
 #
 # At the long end the kernel climbs, and in float16 the gather stays flat until they change places. In float32 the gather
 # has twice the bytes to copy. Its last times are higher, and at 16,384 tokens the kernel is still the faster one.
@@ -733,14 +741,14 @@ fig
 # The kernel is right, in every runtime and in the engine's own code path, and it is slow. Week 7 takes the two causes
 # one at a time: share the keys between heads, then split the keys between programs.
 #
-# The plots show one sequence at a time. With 64 sequences there would be 64 times the programs, and the GPU
-# far fuller. One GPU, one driver, one day, in float16; the file has float32 too.
+# The plots show one sequence at a time. With 64 sequences there would be 64 times as many programs, and fewer idle
+# multiprocessors. It is one run of one GPU, in float16; the file has float32 too.
 #
 # ## A whole answer
 #
-# Attention is one part of a step. How much does it cost in generation? Day 13's benchmark compares our loop
-# with transformers' `generate`: same weights, same tokens, taking turns. It gets a third path: the same loop
-# with the paged cache, whose attention goes through the dispatcher.
+# Attention is one part of a step. How much of the time of generation does it take? Day 13's benchmark compares our
+# loop with transformers' `generate`: they have the same weights and the same tokens, and they take turns. Today
+# the benchmark gets a third path: the same loop with the paged cache, whose attention goes through the dispatcher.
 
 # %%
 from collections.abc import Callable
@@ -769,7 +777,8 @@ paths = {
     "contiguous": engine_path(model, cached=True),
     "transformers": oracle_path(load_oracle("smollm2"), cached=True),
 }
-generated = decode_benchmark(paths, "transformers", [prompt[:64]], tokens=5, rounds=2)
+with use_kernel("day22"):
+    generated = decode_benchmark(paths, "transformers", [prompt[:64]], tokens=5, rounds=2)
 theirs = generated[-1]
 for row in generated:
     print(
@@ -781,7 +790,7 @@ assert all(row.tpot > 0 for row in generated)
 # %% [markdown]
 # All three generated the same tokens, or there would be no times. Compare the two lines of our own loop: their
 # difference is the price of running a GPU's program on a CPU (`nanoserve bench decode` prints the ratios for other
-# lengths). A later phase makes the engine's CPU path faster.
+# lengths, with the engine's own kernel). Week 7 makes this path faster.
 #
 # ## With your own code
 

@@ -118,11 +118,15 @@ class Recordings:
         self.kernel, self.known = kernel, lru_cache(KINDS)(lambda *_: SimpleNamespace(first=None))
 
     def launch(self, grid: tuple[int, int, int], given: dict[str, Any]) -> None:
-        """Replay a recording, or record the launch if none holds."""
+        """Replay a recording, or record the launch if none holds. Tensors made in inference mode
+        count no changes in place, so launches with them are not recorded."""
         uses, inputs, numbers, tables, state = self.kernel.source.globals(), {}, {}, {}, []
         kind, device = [grid, options_now().wave, *map(id, uses.values())], None
         for name, x in given.items():
             if isinstance(x, torch.Tensor):
+                if x.is_inference():
+                    self.kernel.run(grid, given)
+                    return
                 inputs[name], device = x, x.device
                 kind += (x.dtype, device)
                 if not x.dtype.is_floating_point:
@@ -130,7 +134,8 @@ class Recordings:
                     state += (id(x), x._version)
             elif type(x) in (int, float) and x != 1 and name not in self.kernel.constants:
                 numbers[name] = x
-                kind += (type(x), "" if type(x) is float or x in INT32 else "wide")
+                wide = type(x) is int and x not in INT32
+                kind += (type(x), "wide" if wide else "")  # (int, 1) would equal (int, True)
             else:
                 kind += (type(x), x)
         known = self.known(*kind)
@@ -141,7 +146,7 @@ class Recordings:
             changed = {name for name, x in numbers.items() if x != known.first[name]}
             known.found *= changed <= known.varying  # else no recording holds
             known.varying |= changed
-        for name in known.varying:
+        for name in sorted(known.varying):  # a set has no order of its own
             dtype = number_dtype(numbers[name], None)
             inputs[name] = torch.full((1, 1, 1), numbers[name], dtype=dtype, device=device)
             state.append(repr(numbers[name]))
