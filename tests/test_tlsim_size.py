@@ -9,19 +9,10 @@ from nanoserve.kernels import tlsim
 
 FOLDER = Path(tlsim.__file__).parent
 CORE = ("values", "memory", "launch", "loops")  # and this part of language:
-IN_LANGUAGE = [
-    "program_id",
-    "num_programs",
-    "arange",
-    "full",
-    "zeros",
-    "broadcast_to",
-    "reduce_sum",
-    "reduce_max",
-    "reduce_min",
-    "_reduce",
-    "dot",
-]
+IN_LANGUAGE = {
+    *("program_id", "num_programs", "arange", "full", "zeros", "broadcast_to"),
+    *("reduce_sum", "reduce_max", "reduce_min", "_reduce", "dot"),
+}
 BLANK = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),
     *(tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER),

@@ -22,7 +22,6 @@ from nanoserve.kernels.tlsim.rules import number_dtype
 HOST = {"__bool__", "__int__", "__float__", "__index__", "item", "tolist"}
 STORES = {"index_copy_", "index_add_"}
 KINDS, RECORDINGS = 64, 16  # what a kernel keeps: kinds of launches, and recordings of each
-INT32 = range(-(2**31), 2**31)
 SMALL = 1 << 16  # the most elements of a result that is used again
 
 
@@ -134,7 +133,7 @@ class Recordings:
                     state += (id(x), x._version)
             elif type(x) in (int, float) and x != 1 and name not in self.kernel.constants:
                 numbers[name] = x
-                wide = type(x) is int and x not in INT32
+                wide = type(x) is int and not -(2**31) <= x < 2**31
                 kind += (type(x), "wide" if wide else "")  # (int, 1) would equal (int, True)
             else:
                 kind += (type(x), x)
