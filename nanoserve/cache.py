@@ -274,7 +274,7 @@ class PagedKVCache:
         if end > len(self._slots):  # the buffer doubles, so that a step costs O(1) on average
             longer = self._slots.new_empty(max(end, 2 * len(self._slots)))
             longer[: self._mapped] = self._slots[: self._mapped]
-            self._slots = longer
+            self._slots = self._step_slots = longer
         fresh = [self.table.slot(position) for position in range(self._mapped, end)]
         self._slots[self._mapped : end] = torch.tensor(fresh, device=self._slots.device)
         self._mapped = end

@@ -92,6 +92,26 @@ def test_a_padded_row_gives_zeros_whatever_its_table_names(backend):
 
 
 @backends
+def test_launches_one_after_another_do_not_disturb_each_other(backend):
+    """Tables of one block have a stride of 1, which Triton and tlsim make a constant."""
+    for query_len in (1, 3):
+        for longest in (12, 5, 12, 8, 16, 3):  # all fit in one tile; some need two blocks
+            steps = ((1, 2), (query_len, longest))
+            arguments, expected = ragged(steps, block_size=8, seed=longest)
+            assert_batch(BACKENDS[backend](*arguments), expected)
+
+
+@backends
+def test_loose_bounds_and_wide_tables_change_nothing(backend):
+    """A captured launch has tables for the whole context, and bounds that hold for any content."""
+    for steps in BATCHES.values():
+        (q, k_pool, v_pool, tables, n_rep), expected = ragged(steps, extra_blocks=7)
+        room = tables.block_tables.shape[1] * tables.block_size
+        loose = replace(tables, max_query_len=tables.max_query_len + 9, max_kv_len=room)
+        assert_batch(BACKENDS[backend](q, k_pool, v_pool, loose, n_rep), expected)
+
+
+@backends
 def test_two_sequences_may_share_blocks(backend):
     (q, k_pool, v_pool, tables, n_rep), _ = ragged(((1, 37), (1, 37)))
     tables.block_tables[1] = tables.block_tables[0]

@@ -668,6 +668,46 @@ def test_with_the_reference_backend_paged_attention_is_equal_to_the_last_bit():
             assert torch.equal(ours, contiguous)
 
 
+def test_a_mapping_that_moved_between_two_steps_of_one_length_is_not_stale():
+    """What a step derives from its mapping is kept for its layers, and for these alone."""
+    pool = small_pool(30, 4)
+    cache, other = PagedKVCache(pool), PagedKVCache(pool)
+    step(cache, *both_layers(5, seed=0))
+    cache.free()
+    step(other, *both_layers(6, seed=1))  # takes the blocks that the cache had
+    PagedBatch([cache], [8]).commit()
+    assert len(cache.slot_mapping) == 8  # in a longer buffer
+    cache.free()
+    (k, v), q = both_layers(5, seed=2), torch.ones(1, 6, 5, 8)
+    for layer in range(2):
+        out = cache.paged_attention(layer, k[layer], v[layer], q, 3)
+        torch.testing.assert_close(out, sdpa(q, k[layer], v[layer]), atol=ATOL, rtol=RTOL)
+
+
+def test_a_mapping_that_changed_in_place_is_read_again():
+    (k, v), q = both_layers(4, seed=3), torch.ones(1, 6, 1, 8)
+    pools = (x[0, 0].transpose(0, 1).contiguous() for x in (k, v))
+    slots, (k_pool, v_pool) = torch.tensor([0, 1]), pools
+    for now in ([0, 1], [3, 2]):
+        slots.copy_(torch.tensor(now))
+        out = paged_attention_dispatch(q, k_pool, v_pool, slots, 3)
+        expected = paged_attention_reference(q, k_pool, v_pool, slots, 3)
+        torch.testing.assert_close(out, expected, atol=ATOL, rtol=RTOL)
+    slots[0] = 4
+    with pytest.raises(ValueError, match="slot 4, but the pools have 4"):
+        paged_attention_dispatch(q, k_pool, v_pool, slots, 3)
+
+
+def test_paged_attention_runs_in_inference_mode():
+    (k, v), q = both_layers(5, seed=4), torch.ones(1, 6, 5, 8)
+    with torch.inference_mode():
+        cache, batched = (PagedKVCache(small_pool()) for _ in range(2))
+        batch = PagedBatch([batched], [5])
+        for attend in (cache.paged_attention, batch.paged_attention):
+            out = attend(0, k[0], v[0], q, 3)
+            torch.testing.assert_close(out, sdpa(q, k[0], v[0]), atol=ATOL, rtol=RTOL)
+
+
 def test_an_explicit_scale_reaches_paged_attention():
     ours, contiguous = attending((7, 5), scale=0.05)
     torch.testing.assert_close(ours, contiguous, atol=ATOL, rtol=RTOL)

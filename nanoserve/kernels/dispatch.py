@@ -3,7 +3,7 @@
 import math
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache, lru_cache
@@ -152,7 +152,7 @@ def check_attention(
         )
     _check_devices(q, k_pool=k_pool, v_pool=v_pool, slot_mapping=slot_mapping)
     if _reads_values(q, check_slots):
-        low, high = _slot_range(slot_mapping, slot_mapping._version)
+        low, high = _once(_slot_range, slot_mapping)
         if low < 0 or high >= len(k_pool):
             wrong = low if low < 0 else high
             raise ValueError(f"slot_mapping has slot {wrong}, but the pools have {len(k_pool)}")
@@ -484,7 +484,7 @@ def paged_attention_triton(
     if _kernel.get() == "day22":
         with torch.cuda.device_of(q):
             return launch(paged_attention_kernel, q, k_pool, v_pool, slot_mapping, n_rep, scale)
-    tables = _tables_of(slot_mapping, q.shape[2], slot_mapping._version)
+    tables = _once(_tables_of, slot_mapping, q.shape[2])
     return _one_sequence(_batch_triton(_packed(q), k_pool, v_pool, tables, n_rep, scale))
 
 
@@ -507,7 +507,7 @@ def paged_attention_tlsim(
         with tlsim.options(checks=False, wave=512):
             kernel = _simulated(paged_attention_kernel)
             return launch(kernel, q, k_pool, v_pool, slot_mapping, n_rep, scale, tile)
-    tables = _tables_of(slot_mapping, q.shape[2], slot_mapping._version)
+    tables = _once(_tables_of, slot_mapping, q.shape[2])
     return _one_sequence(_batch_tlsim(_packed(q), k_pool, v_pool, tables, n_rep, scale))
 
 
@@ -515,16 +515,26 @@ _simulated = cache(tlsim.jit)  # reads the source of a kernel once
 LANES = 1 << 15  # keys per loop iteration, over all programs of a wave; they fit the CPU's cache
 
 
+def _once(compute: Callable, slot_mapping: torch.Tensor, *rest: int):
+    """compute(slot_mapping, ...), once for all layers of a step: they pass the same tensor.
+
+    A tensor counts its changes in place; a change makes the result new. A tensor made in
+    torch.inference_mode counts none, so nothing is kept for it.
+    """
+    if slot_mapping.is_inference():
+        return compute.__wrapped__(slot_mapping, 0, *rest)
+    return compute(slot_mapping, slot_mapping._version, *rest)
+
+
 @lru_cache(maxsize=16)
 def _slot_range(slot_mapping: torch.Tensor, _version: int) -> tuple[int, int]:
-    """The lowest and the highest slot, computed once for all layers of a step."""
+    """The lowest and the highest slot."""
     low, high = (int(slot) for slot in slot_mapping.aminmax())
     return low, high
 
 
 @lru_cache(maxsize=16)
-def _tables_of(slot_mapping: torch.Tensor, query_len: int, _version: int) -> PagedTables:
-    """PagedTables.from_slots, made once for all layers of a step: they pass the same tensor."""
+def _tables_of(slot_mapping: torch.Tensor, _version: int, query_len: int) -> PagedTables:
     return PagedTables.from_slots(slot_mapping, query_len)
 
 

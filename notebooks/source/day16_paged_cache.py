@@ -162,7 +162,7 @@ class PagedKVCache:
         if end > len(self._slots):  # the buffer doubles, so that a step costs O(1) on average
             longer = self._slots.new_empty(max(end, 2 * len(self._slots)))
             longer[: self._mapped] = self._slots[: self._mapped]
-            self._slots = longer
+            self._slots = self._step_slots = longer
         fresh = [self.table.slot(position) for position in range(self._mapped, end)]
         self._slots[self._mapped : end] = torch.tensor(fresh, device=self._slots.device)
         self._mapped = end
@@ -227,7 +227,9 @@ today.check(_write)
 #
 # `append` calls `_write`, and then gathers. It has the contract of Day 11's `append`: it takes this step's
 # keys and values, and returns the keys and values of all tokens so far, `[1, n_kv, kv_len, head_dim]`. So
-# the model needs no change. The cell below holds the package's version; from here on this notebook uses it.
+# the model needs no change. All layers of a step use one mapping, so `_write` returns one tensor to all of them:
+# later, a backend derives from it once a step what it needs. The cell below holds the package's version; from here
+# on this notebook uses it.
 
 
 # %% jupyter={"source_hidden": true}

@@ -253,12 +253,13 @@ except tlsim.KernelError as error:
 # %% [markdown]
 # So the host checks, and each message names the argument and both numbers. The last lines check the **values** of
 # the slots, on a CPU alone. On a GPU such a check would wait for all queued work, in every layer of every token.
-# There it runs on request. Three helpers stand apart from `check_attention`, because Day 28's function calls them too.
+# There it runs on request. All layers of a step pass the same mapping, so `_once` finds the range of its slots for the
+# first layer alone. Three helpers stand apart from `check_attention`, because Day 28's function calls them too.
 
 # %%
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache, lru_cache
@@ -299,7 +300,7 @@ def check_attention(
         )
     _check_devices(q, k_pool=k_pool, v_pool=v_pool, slot_mapping=slot_mapping)
     if _reads_values(q, check_slots):
-        low, high = _slot_range(slot_mapping, slot_mapping._version)
+        low, high = _once(_slot_range, slot_mapping)
         if low < 0 or high >= len(k_pool):
             wrong = low if low < 0 else high
             raise ValueError(f"slot_mapping has slot {wrong}, but the pools have {len(k_pool)}")
@@ -343,9 +344,20 @@ def _reads_values(q: torch.Tensor, asked: bool | None) -> bool:
     return q.device.type == "cpu" or os.environ.get("NANOSERVE_CHECK_SLOTS") == "1"
 
 
+def _once(compute: Callable, slot_mapping: torch.Tensor, *rest: int):
+    """compute(slot_mapping, ...), once for all layers of a step: they pass the same tensor.
+
+    A tensor counts its changes in place; a change makes the result new. A tensor made in
+    torch.inference_mode counts none, so nothing is kept for it.
+    """
+    if slot_mapping.is_inference():
+        return compute.__wrapped__(slot_mapping, 0, *rest)
+    return compute(slot_mapping, slot_mapping._version, *rest)
+
+
 @lru_cache(maxsize=16)
 def _slot_range(slot_mapping: torch.Tensor, _version: int) -> tuple[int, int]:
-    """The lowest and the highest slot, computed once for all layers of a step."""
+    """The lowest and the highest slot."""
     low, high = (int(slot) for slot in slot_mapping.aminmax())
     return low, high
 

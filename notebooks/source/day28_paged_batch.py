@@ -86,8 +86,9 @@ print(f"{padded:,} rows with padding, {packed} without: {padded / packed:.0f} ti
 # waits until the GPU has finished all its work, so the host passes bounds that it has already.
 
 # %%
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 
@@ -277,31 +278,13 @@ assert one.block_tables.data_ptr() == mapping.data_ptr()  # no copy
 # %% [markdown]
 # ## The oracle of a batch
 #
-# You froze the oracle on Day 18. The batch gets no new one: its reference goes through the sequences and calls
-# the old one for each. It is slow, and it contains nothing new that you would have to trust. A sequence with `kv_len` 0 gives
+# You froze the oracle on Day 18. The batch gets no new one: `by_sequence` goes through the sequences and calls the
+# old one for each. It is slow, and it contains nothing new that you would have to trust. A sequence with `kv_len` 0 gives
 # zeros: Day 39 fills a batch of fixed size up with such rows.
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/kernels/reference.py: paged_attention_batch_reference, by_sequence
-def paged_attention_batch_reference(
-    q: torch.Tensor,
-    k_pool: torch.Tensor,
-    v_pool: torch.Tensor,
-    tables: PagedTables,
-    n_rep: int,
-    scale: float | None = None,
-) -> torch.Tensor:
-    """Causal attention of many sequences over one pool: the oracle, called for each sequence.
-
-    q [num_tokens, n_q, head_dim]: the queries of all sequences, one after another, without
-    padding; k_pool, v_pool [num_slots, n_kv, head_dim]; n_rep and scale as for
-    paged_attention_reference -> [num_tokens, n_q, head_dim]. Query i of a sequence sees its first
-    kv_len - query_len + i + 1 tokens. A sequence with kv_len 0 (a padded row) gives zeros.
-    """
-    return by_sequence(paged_attention_reference, q, k_pool, v_pool, tables, n_rep, scale)
-
-
+# lands in nanoserve/kernels/reference.py: by_sequence, paged_attention_batch_reference
 def by_sequence(
     attend: Callable[..., torch.Tensor],
     q: torch.Tensor,
@@ -326,6 +309,24 @@ def by_sequence(
         result = attend(queries, k_pool, v_pool, slots, n_rep, scale)
         out[rows] = result[0].transpose(0, 1)
     return out
+
+
+def paged_attention_batch_reference(
+    q: torch.Tensor,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    tables: PagedTables,
+    n_rep: int,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Causal attention of many sequences over one pool: the oracle, called for each sequence.
+
+    q [num_tokens, n_q, head_dim]: the queries of all sequences, one after another, without
+    padding; k_pool, v_pool [num_slots, n_kv, head_dim]; n_rep and scale as for
+    paged_attention_reference -> [num_tokens, n_q, head_dim]. Query i of a sequence sees its first
+    kv_len - query_len + i + 1 tokens. A sequence with kv_len 0 (a padded row) gives zeros.
+    """
+    return by_sequence(paged_attention_reference, q, k_pool, v_pool, tables, n_rep, scale)
 
 
 # %% [markdown]
@@ -357,12 +358,12 @@ together = paged_attention_batch_reference(q, k_pool, v_pool, tables, n_rep=3)
 print(list(together.shape), "NaN in the output:", int(together.isnan().sum()))
 
 # %% [markdown]
-# Now each sequence alone, through its own slot mapping: once by the oracle, and once by the kernel that the
-# engine uses for one sequence. The oracle must be equal to the last bit. The kernel adds in another order, so it
-# must be within Day 18's tolerance.
+# Now each sequence alone, through its own slot mapping: once by the oracle, and once by the kernel that you wrote
+# on Day 22. The oracle must be equal to the last bit. The kernel adds in another order, so it must be within Day
+# 18's tolerance.
 
 # %%
-from nanoserve.kernels.dispatch import paged_attention_dispatch
+from nanoserve.kernels.dispatch import paged_attention_dispatch, use_kernel
 from nanoserve.kernels.reference import tolerance
 
 atol, rtol = tolerance(torch.float32)
@@ -370,7 +371,8 @@ for i, rows in enumerate(together.split([query_len for query_len, _ in steps])):
     queries = q[starts[i] : starts[i + 1]].transpose(0, 1)[None]  # [1, n_q, query_len, head_dim]
     arguments = queries, k_pool, v_pool, tables.slot_mapping(i), 3
     oracle = paged_attention_reference(*arguments)[0].transpose(0, 1)
-    kernel = paged_attention_dispatch(*arguments)[0].transpose(0, 1)
+    with use_kernel("day22"):
+        kernel = paged_attention_dispatch(*arguments)[0].transpose(0, 1)
     close = torch.allclose(rows, kernel, atol=atol, rtol=rtol)
     print(f"query_len, kv_len {steps[i]}: equal {torch.equal(rows, oracle)}, kernel close {close}")
     assert torch.equal(rows, oracle) and close
@@ -381,7 +383,8 @@ for i, rows in enumerate(together.split([query_len for query_len, _ in steps])):
 # As on Day 23, the host checks before it launches. There is more to get wrong now: a start that is too late, a
 # bound that is too low, a block that is not in the pool. Shapes and dtypes are checked always. The **values** of
 # the tables are checked on the CPU alone, since reading them on a GPU waits. The dispatcher then calls the
-# backend. The two functions that launch a kernel land on Day 31: Days 29 and 30 write that kernel first.
+# backend. The two functions that launch the batch's own kernel land on Day 31: Days 29 and 30 write it first. With
+# `use_kernel("day22")`, a batch runs sequence by sequence.
 
 
 # %% jupyter={"source_hidden": true}
@@ -390,7 +393,11 @@ from nanoserve.kernels.dispatch import (
     INTEGERS,
     _check_devices,
     _check_pools,
+    _kernel,
     _reads_values,
+    paged_attention_batch_tlsim,
+    paged_attention_batch_triton,
+    paged_attention_dispatch,
     select_backend,
 )
 
@@ -495,7 +502,14 @@ def paged_attention_batch_dispatch(
     Arguments and result as for paged_attention_batch_reference; every backend's result is within
     `tolerance` of the reference's. Raises ValueError as check_batch and select_backend do.
     """
-    select_backend(q.device)
+    backend = select_backend(q.device)
+    if _kernel.get() == "day22":
+        check_batch(q, k_pool, v_pool, tables, n_rep)
+        return by_sequence(paged_attention_dispatch, q, k_pool, v_pool, tables, n_rep, scale)
+    if backend == "triton":
+        return paged_attention_batch_triton(q, k_pool, v_pool, tables, n_rep, scale)
+    if backend == "tlsim":
+        return paged_attention_batch_tlsim(q, k_pool, v_pool, tables, n_rep, scale)
     check_batch(q, k_pool, v_pool, tables, n_rep)
     return paged_attention_batch_reference(q, k_pool, v_pool, tables, n_rep, scale)
 
@@ -525,9 +539,6 @@ for name, value in (("query_starts", late), ("block_tables", beyond), ("max_kv_l
 #   31 records launches once and replays them. A replay runs no Python, so no layer could count.
 
 # %%
-from collections.abc import Sequence
-from itertools import accumulate
-
 from nanoserve.cache import KVCacheExhausted, KVPool, PagedKVCache
 
 

@@ -605,7 +605,7 @@ def paged_attention_triton(
     if _kernel.get() == "day22":
         with torch.cuda.device_of(q):
             return launch(paged_attention_kernel, q, k_pool, v_pool, slot_mapping, n_rep, scale)
-    tables = _tables_of(slot_mapping, q.shape[2], slot_mapping._version)
+    tables = _once(_tables_of, slot_mapping, q.shape[2])
     return _one_sequence(_batch_triton(_packed(q), k_pool, v_pool, tables, n_rep, scale))
 
 
@@ -628,7 +628,7 @@ def paged_attention_tlsim(
         with tlsim.options(checks=False, wave=512):
             kernel = _simulated(paged_attention_kernel)
             return launch(kernel, q, k_pool, v_pool, slot_mapping, n_rep, scale, tile)
-    tables = _tables_of(slot_mapping, q.shape[2], slot_mapping._version)
+    tables = _once(_tables_of, slot_mapping, q.shape[2])
     return _one_sequence(_batch_tlsim(_packed(q), k_pool, v_pool, tables, n_rep, scale))
 
 
@@ -637,8 +637,7 @@ LANES = 1 << 15  # keys per loop iteration, over all programs of a wave; they fi
 
 
 @lru_cache(maxsize=16)
-def _tables_of(slot_mapping: torch.Tensor, query_len: int, _version: int) -> PagedTables:
-    """PagedTables.from_slots, made once for all layers of a step: they pass the same tensor."""
+def _tables_of(slot_mapping: torch.Tensor, _version: int, query_len: int) -> PagedTables:
     return PagedTables.from_slots(slot_mapping, query_len)
 
 
