@@ -390,10 +390,18 @@ from functools import cache, lru_cache
 from types import SimpleNamespace
 
 from nanoserve.kernels import split_kv, tlsim
-from nanoserve.kernels.dispatch import check_attention, check_batch, launch, select_backend
+from nanoserve.kernels.dispatch import (
+    _once,
+    check_attention,
+    check_batch,
+    launch,
+    paged_attention_dispatch,
+    select_backend,
+)
 from nanoserve.kernels.paged_attention import paged_attention_kernel
 from nanoserve.kernels.reference import (
     PagedTables,
+    by_sequence,
     paged_attention_batch_reference,
     paged_attention_reference,
     tolerance,
