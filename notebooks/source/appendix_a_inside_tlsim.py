@@ -487,7 +487,7 @@ def translate(x: Any, use: str = "") -> Any:
 
 # %%
 def with_a_break(x_ptr):
-    for _i in range(4):
+    for _ in range(4):
         break
 
 

@@ -841,11 +841,19 @@ print(len(SHAPES), "shapes,", len(DTYPES), "dtypes, all within the tolerance:", 
 # %% [markdown]
 # Then the interpreter. `TRITON_INTERPRET=1` has to be set before Triton is imported, and in this
 # process Triton is imported already. So the interpreter gets a process of its own. (Where there is no Triton, that
-# process has tlsim alone, and the interpreter's column comes from a recorded run.)
+# process has tlsim alone, and the interpreter's column comes from a recorded run.) `use_kernel("day22")` asks for this
+# kernel: from Day 31 on, the package launches another one.
 
 # %%
+program = """
+from nanoserve.bench import agreement
+from nanoserve.kernels.dispatch import use_kernel
+
+with use_kernel("day22"):
+    agreement.main([])
+"""
 environment = os.environ | {"TRITON_INTERPRET": "1"}
-command = [sys.executable, "-m", "nanoserve.bench.agreement"]
+command = [sys.executable, "-c", program]
 done = subprocess.run(command, env=environment, capture_output=True, text=True)
 assert done.returncode == 0, done.stderr
 there = [AgreementRow(**row) for row in json.loads(done.stdout)["rows"]]
