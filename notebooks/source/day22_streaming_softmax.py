@@ -570,7 +570,7 @@ def paged_attention_kernel(
 
 # %%
 from nanoserve.kernels.dispatch import launch as launched
-from nanoserve.kernels.dispatch import use_backend
+from nanoserve.kernels.dispatch import use_backend, use_kernel
 from nanoserve.kernels.reference import paged_attention_reference
 
 head_dim, block_size = 64, 16
@@ -725,14 +725,14 @@ assert loaded == 3 * distinct and traced.bytes("store") == out.nbytes
 #
 # ## With your own code
 #
-# The package's paged cache calls this kernel; Day 25 shows the line. If your kernel passed its check, it computes
-# every attention of this answer, in 30 layers. The trace counts its stores.
+# With `use_kernel("day22")` the package's paged cache calls this kernel; from Day 31 on it has another one. If your
+# kernel passed its check, it computes every attention of this answer, in 30 layers. The trace counts its stores.
 
 # %%
 from nanoserve import LLM, SamplingParams
 
 llm = LLM("smollm2", cache="paged")
-with today.mine(), use_backend("tlsim"), tlsim.trace() as traced:
+with today.mine(), use_kernel("day22"), use_backend("tlsim"), tlsim.trace() as traced:
     (answer,) = llm.generate("The capital of France is", SamplingParams(max_tokens=6))
 launches = sum(access.name == "out_ptr" for access in traced.accesses)
 print(repr(answer.text), "by", launches, "launches: 6 steps of 30 layers")
