@@ -1,10 +1,11 @@
 """The batch form of paged attention: its tables, its reference, and the checks of its arguments."""
 
 from dataclasses import FrozenInstanceError, replace
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -99,6 +100,18 @@ def test_launches_one_after_another_do_not_disturb_each_other(backend):
             steps = ((1, 2), (query_len, longest))
             arguments, expected = ragged(steps, block_size=8, seed=longest)
             assert_batch(BACKENDS[backend](*arguments), expected)
+
+
+@backends
+def test_launches_whose_strides_vary_together_or_alone_do_not_disturb_each_other(backend):
+    """A recording takes the strides that have varied as inputs, in an order that stays."""
+    for round_ in range(3):
+        for q_wide, pool_wide, extra in product((0, 8), (0, 1), (0, 1, 3)):
+            arguments, expected = ragged(((1, 5), (1, 30)), seed=round_, extra_blocks=extra)
+            q, k_pool, v_pool, tables, n_rep = arguments
+            q = F.pad(q, (0, q_wide))[..., :8]
+            k_pool = F.pad(k_pool, (0, 0, 0, pool_wide))[:, :2]
+            assert_batch(BACKENDS[backend](q, k_pool, v_pool, tables, n_rep), expected)
 
 
 @backends

@@ -9,8 +9,15 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import mangle_type
 
-from nanoserve.kernels.dispatch import launch
+from nanoserve.kernels.dispatch import launch, launch_batch
 from nanoserve.kernels.paged_attention import paged_attention_kernel
+from nanoserve.kernels.reference import PagedTables
+from nanoserve.kernels.split_kv import (
+    launch_of,
+    merge_kernel,
+    packed_kernel,
+    split_kv_kernel,
+)
 from tests.attention_cases import AttentionCase, tensors
 
 GPUS = (75, 80, 90, 100)  # T4, A100, H100, B200
@@ -20,35 +27,45 @@ KIB = 1024
 
 
 class Recorder:
-    """Replaces the kernel in a launch and stores the launch's arguments."""
+    """Replaces a kernel in a launch and stores the launch's arguments."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel, self.given, self.options = kernel, None, {}
 
     def __getitem__(self, grid: tuple[int, ...]) -> "Recorder":
         return self
 
     def __call__(self, *args: Any, **meta: Any) -> None:
-        names = paged_attention_kernel.arg_names[: len(args)]
-        self.given = dict(zip(names, args, strict=True)) | meta
+        names = [p.name for p in self.kernel.params]
+        given = dict(zip(names, args, strict=False)) | meta
+        self.given = {name: given[name] for name in names}
+        known = ("num_warps", "num_stages")
+        self.options = {name: x for name, x in meta.items() if name in known}
+
+    def compiled(self, capability: int) -> Any:
+        """The kernel as the launcher compiles it for the stored arguments."""
+        given, parameters = self.given, self.kernel.params
+        ones = {name for name, x in given.items() if type(x) is int and x == 1}  # made constants
+        fixed = {p.name: given[p.name] for p in parameters if p.is_constexpr or p.name in ones}
+        sixteens = [
+            name not in fixed and (torch.is_tensor(x) or (type(x) is int and x % 16 == 0))
+            for name, x in given.items()
+        ]
+        source = ASTSource(
+            fn=self.kernel,
+            signature={n: "constexpr" if n in fixed else mangle_type(x) for n, x in given.items()},
+            constexprs=fixed,
+            attrs={(i,): [["tt.divisibility", 16]] for i, yes in enumerate(sixteens) if yes},
+        )
+        target = GPUTarget("cuda", capability, 32)
+        return triton.compile(source, target=target, options=self.options)
 
 
 def compiled(case: AttentionCase, capability: int) -> tuple[Any, dict[str, Any]]:
-    """The kernel as the launcher compiles it for one call, and the arguments of that call."""
-    recorder = Recorder()
+    """Day 22's kernel as its launcher compiles it for one call, and the arguments of that call."""
+    recorder = Recorder(paged_attention_kernel)
     launch(recorder, *tensors(case))
-    given, parameters = recorder.given, paged_attention_kernel.params
-    assert list(given) == [p.name for p in parameters]
-    ones = {name for name, x in given.items() if type(x) is int and x == 1}  # made constants
-    fixed = {p.name: given[p.name] for p in parameters if p.is_constexpr or p.name in ones}
-    sixteens = [
-        name not in fixed and (torch.is_tensor(x) or (type(x) is int and x % 16 == 0))
-        for name, x in given.items()
-    ]
-    source = ASTSource(
-        fn=paged_attention_kernel,
-        signature={n: "constexpr" if n in fixed else mangle_type(x) for n, x in given.items()},
-        constexprs=fixed,
-        attrs={(i,): [["tt.divisibility", 16]] for i, yes in enumerate(sixteens) if yes},
-    )
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32)), given
+    return recorder.compiled(capability), recorder.given
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -70,3 +87,42 @@ def test_every_integer_that_may_be_1_may_be_a_constant():
     ones = [name for name, x in given.items() if type(x) is int and x == 1]
     assert ones == ["query_len", "kv_len", "N_REP"]
     assert kernel.asm["cubin"]
+
+
+# Bytes of shared memory that a block of threads may have: T4, A100, H100, B200.
+SHARED = {75: 64 * KIB, 80: 163 * KIB, 90: 227 * KIB, 100: 227 * KIB}
+
+
+class SplitKV:
+    """Recorders under the names of the kernels of split_kv."""
+
+    def __init__(self) -> None:
+        self.packed_kernel = Recorder(packed_kernel)
+        self.split_kv_kernel = Recorder(split_kv_kernel)
+        self.merge_kernel = Recorder(merge_kernel)
+
+
+@pytest.mark.parametrize("kind", ["split", "packed", "prefill"])
+@pytest.mark.parametrize(("capability", "dtype"), TYPES)
+def test_split_kv_compiles_for_every_gpu_and_fits_there(capability, dtype, kind):
+    head_dim = 128 if dtype == torch.float16 else 64
+    query_len = 100 if kind == "prefill" else 1
+    pool = torch.zeros(64, 8, head_dim, dtype=dtype)
+    integers = {"dtype": torch.int32}
+    tables = PagedTables(
+        torch.zeros(3, 2, **integers), torch.full((3,), 30, **integers),
+        torch.arange(4, **integers) * query_len, 16, query_len, 32,
+    )  # fmt: skip
+    q = torch.zeros(3 * query_len, 32, head_dim, dtype=dtype)
+    kernels, found = SplitKV(), launch_of(kind, divmod(capability, 10), head_dim, dtype)
+    launch_batch(kernels, q, pool, pool, tables, 4, None, found, 33 if kind == "split" else 0)
+    launched = [x for x in vars(kernels).values() if x.given]
+    assert len(launched) == (2 if kind == "split" else 1)
+    for recorder in launched:
+        kernel = recorder.compiled(capability)
+        assert kernel.asm["cubin"]
+        assert kernel.metadata.shared <= SHARED[capability]
+    attention = kernels.split_kv_kernel if kind == "split" else kernels.packed_kernel
+    ptx = attention.compiled(capability).asm["ptx"]
+    wide = ptx.count("cp.async.cg.shared.global") + ptx.count(".v4.b32") + ptx.count(".v4.u32")
+    assert wide >= 2  # keys and values move 16 bytes at a time

@@ -128,7 +128,7 @@ _ROWS = (
     ("split_history", "Split the history", 7, 2, (29,),
      "You split one long sequence over the whole GPU and merge the partial results."),
     ("at_the_roof", "At the roof", 7, 2, (30,),
-     "You tune tiles, warps and stages until eight shapes reach the peak bandwidth."),
+     "You choose tiles, warps and stages by measurement, and record a launch to replay it."),
     ("four_bits", "Keep the four bits", 8, 3, (2, 27),
      "You keep the weights in four bits, as the model's file has them, and count the bytes."),
     ("four_bit_kernel", "A kernel for four bits", 8, 3, (29, 32),

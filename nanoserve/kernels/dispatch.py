@@ -357,7 +357,10 @@ def launch_batch(
     compiler = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
     blocks = tables.block_tables.contiguous()  # the engine's tables are: no copy
     kv_lens, starts = tables.kv_lens.contiguous(), tables.query_starts.contiguous()
-    scale = (head_dim**-0.5 if scale is None else float(scale)) * LOG2_E
+    scale = head_dim**-0.5 if scale is None else float(scale)
+    if scale <= 0:  # the kernels take the largest score before they scale it
+        q, scale = q * scale, 1.0
+    scale *= LOG2_E
     strides = (*q.stride()[:2], *k_pool.stride()[:2], *v_pool.stride()[:2], blocks.stride(0))
     inputs = (q, k_pool, v_pool, blocks, kv_lens, starts)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -376,9 +379,10 @@ def launch_batch(
     kernels.split_kv_kernel[(n_kv, workers)](
         *inputs, out, part, lse, scale, num_seqs, *strides, **both, **sizes, **compiler
     )
+    parts_at_once = max(1, 4096 // shape["BLOCK_D"])  # what the registers of a warp hold
     compiler = {"num_warps": 1} | ({"launch_pdl": True} if overlap else {})
     kernels.merge_kernel[(n_kv, workers, n_rep * tables.max_query_len)](
-        part, lse, kv_lens, starts, out, num_seqs, PARTS=32, **both, **shape, **compiler
+        part, lse, kv_lens, starts, out, num_seqs, PARTS=parts_at_once, **both, **shape, **compiler
     )
     return out
 

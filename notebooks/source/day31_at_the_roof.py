@@ -135,8 +135,8 @@ else:
 # takes two stages, and one stage computes. With 5 stages, 2 tiles of keys and values are in flight.
 #
 # Each tile in flight needs a place where it can arrive: **shared memory**, the fast memory inside a multiprocessor.
-# Shared memory is small, and all programs on a multiprocessor share it. A program that does not fit waits until another one
-# has ended.
+# Shared memory is small, and all programs on a multiprocessor share it. A program that does not fit waits until
+# another one has ended.
 #
 # ## Your turn: `bytes_in_flight`
 #
@@ -179,7 +179,7 @@ def bytes_in_flight(tile, num_stages, head_dim, itemsize, programs, shared) -> i
 # %% [markdown]
 # ## Prove it: what the compiler does
 #
-# Is it true that a tile ahead takes two stages? A compiler needs no GPU (Day 23). So compile the kernel for several
+# Is it true that a tile ahead takes two stages? A compiler needs no GPU (Day 23). So compile the kernel for two
 # GPUs, and look at the shared memory of a program, by its number of stages:
 
 # %% jupyter={"source_hidden": true}
@@ -259,16 +259,17 @@ ax.set(xticks=choices, xlim=(0.5, 8.2))
 fig
 
 # %% [markdown]
-# Above the line, the memory need not be idle: the law says no more. It does not say which choice above the line is the
-# best one. A large tile wastes more at the end of a sequence; many stages leave less shared memory for other programs;
-# more warps share one tile's arithmetic, and each of them waits for the others. So the last step is to measure.
+# Above the line, the memory need not be idle: the law says no more. It does not say which choice above the line is
+# the best one. A large tile wastes more at the end of a sequence. Many stages leave less shared memory for other
+# programs. More warps share the arithmetic of one tile, and wait for one another. So the last step is to measure.
 
 # %% [markdown]
 # ## Your turn: `newest_row`
 #
-# The parameters that were measured to be the best stand in a table, by compute capability. Not every GPU has a row. The
-# rule: a GPU takes the **newest row that is not newer than the GPU**. Its instructions are there, and its shared
-# memory suffices: newer GPUs have as much or more.
+# The best parameters that were measured stand in a table, by compute capability. Not every GPU has a row. The rule: a
+# GPU takes the **newest row that is not newer than the GPU**, because it has all instructions of older GPUs. Its
+# shared memory can still be smaller: a consumer GPU of capability 12.0 has 100 KiB, an H200 228. So the row of an older
+# GPU has to be checked on the newer one too.
 #
 # `rows` is a list of pairs `(capability, launch)` in **any order**; a capability is a pair such as `(7, 5)`. Return
 # the launch. If every row is newer than the GPU, raise ValueError with the capability in the message.
@@ -295,8 +296,8 @@ def newest_row(rows, capability):
 
 # %% [markdown]
 # The package's table has two keys more: the kernel, and the largest `head_dim`, since a wider key needs more shared
-# memory. Read the comments: they say what chose a row. In float32 one row serves all GPUs, because tensor cores
-# would round the products to TF32, and so arithmetic limits the kernel there.
+# memory. Read the comments: they say what chose a row. In float32 one row serves all GPUs: tensor cores would round
+# the products to TF32, so the kernel does not use them, and arithmetic is its limit.
 
 # %%
 from dataclasses import dataclass
@@ -375,10 +376,10 @@ for capability, name in (((7, 5), "T4"), ((8, 9), "L4"), ((9, 0), "H200"), ((12,
 # %% [markdown]
 # ## The launchers
 #
-# One function launches the kernels of Days 29 and 30, whoever jitted them. What differs is passed in: the kernels, the
-# row of the table, and the number of workers. With 0 workers there is one kernel and no merge. `overlap` is a help of
-# newer GPUs: the programs of the merge start while the split still runs, and wait inside the kernel until its parts
-# are stored. So the start of the second kernel costs hardly any time.
+# One function launches the kernels of Days 29 and 30, for Triton and for tlsim. Its arguments are what differs: the
+# kernels, the row of the table, and the number of workers. With 0 workers it launches `packed_kernel`, and no merge.
+# `overlap` is for newer GPUs: the programs of the merge start while the split still runs, and wait inside the kernel
+# until the parts are stored. That hides the time to start the second kernel.
 
 # %%
 import math
@@ -389,10 +390,18 @@ from functools import cache, lru_cache
 from types import SimpleNamespace
 
 from nanoserve.kernels import split_kv, tlsim
-from nanoserve.kernels.dispatch import check_attention, check_batch, launch, select_backend
+from nanoserve.kernels.dispatch import (
+    _once,
+    check_attention,
+    check_batch,
+    launch,
+    paged_attention_dispatch,
+    select_backend,
+)
 from nanoserve.kernels.paged_attention import paged_attention_kernel
 from nanoserve.kernels.reference import (
     PagedTables,
+    by_sequence,
     paged_attention_batch_reference,
     paged_attention_reference,
     tolerance,
@@ -437,7 +446,10 @@ def launch_batch(
     compiler = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
     blocks = tables.block_tables.contiguous()  # the engine's tables are: no copy
     kv_lens, starts = tables.kv_lens.contiguous(), tables.query_starts.contiguous()
-    scale = (head_dim**-0.5 if scale is None else float(scale)) * LOG2_E
+    scale = head_dim**-0.5 if scale is None else float(scale)
+    if scale <= 0:  # the kernels take the largest score before they scale it
+        q, scale = q * scale, 1.0
+    scale *= LOG2_E
     strides = (*q.stride()[:2], *k_pool.stride()[:2], *v_pool.stride()[:2], blocks.stride(0))
     inputs = (q, k_pool, v_pool, blocks, kv_lens, starts)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -456,9 +468,10 @@ def launch_batch(
     kernels.split_kv_kernel[(n_kv, workers)](
         *inputs, out, part, lse, scale, num_seqs, *strides, **both, **sizes, **compiler
     )
+    parts_at_once = max(1, 4096 // shape["BLOCK_D"])  # what the registers of a warp hold
     compiler = {"num_warps": 1} | ({"launch_pdl": True} if overlap else {})
     kernels.merge_kernel[(n_kv, workers, n_rep * tables.max_query_len)](
-        part, lse, kv_lens, starts, out, num_seqs, PARTS=32, **both, **shape, **compiler
+        part, lse, kv_lens, starts, out, num_seqs, PARTS=parts_at_once, **both, **shape, **compiler
     )
     return out
 
@@ -466,13 +479,13 @@ def launch_batch(
 LOG2_E = math.log2(math.e)  # 2 ** (x * LOG2_E) is e ** x
 
 # %% [markdown]
-# With Triton, the launcher looks up the GPU's row. A few queries for each sequence: a split, or the packed kernel where
-# the sequences alone fill the GPU. More queries than one tile holds: a prefill, with larger tiles, because many
-# queries share each key there.
+# With Triton, the launcher looks up the GPU's row. If the queries of each sequence fit in one tile, the history is
+# split, unless the sequences alone fill the GPU. If there are more queries, as in a prefill, the launch has no split and
+# larger tiles, because many queries share each key.
 #
-# Under tlsim each line of a kernel is one operation of torch for all programs. Its cost does not depend on warps or
-# stages, so the best tile is a large one: fewer turns of the loop are fewer operations. And nothing is split, since there
-# are no idle multiprocessors to fill. `replay=True` is the subject of the second half of this day.
+# Under tlsim each line of a kernel is one operation of torch for all programs, and warps and stages mean nothing. A
+# large tile needs fewer turns of the loop, and so fewer operations. Nothing is split, since there are no idle
+# multiprocessors. `replay=True` is the subject of the second half of this day.
 
 
 # %% jupyter={"source_hidden": true}
@@ -560,9 +573,9 @@ def _simulated_kernels() -> SimpleNamespace:
 
 
 # %% [markdown]
-# Last, the functions that the engine calls. Those for one sequence keep the names and arguments that they have had since Day
-# 23. From today they call the same kernels: a slot mapping is a block table whose blocks hold one token (Day 28). The
-# kernel of Day 22 is still there as the baseline, by `use_kernel("day22")`.
+# Last, the functions that the engine calls. The functions for one sequence keep their names and arguments of Day 23.
+# From today they call the same kernels: a slot mapping is a block table whose blocks hold one token (Day 28). The
+# kernel of Day 22 stays as the baseline, by `use_kernel("day22")`.
 
 # %% jupyter={"source_hidden": true}
 # lands in nanoserve/kernels/dispatch.py: KERNELS, use_kernel, paged_attention_triton and 3 more
@@ -677,8 +690,8 @@ def paged_attention_batch_dispatch(
 
 
 # %% [markdown]
-# Prove it: a prefill of 40 tokens, a chunk of 7 after 33, and a decode after 99, in one launch and in one pool. Every slot
-# that no sequence owns is NaN.
+# Prove it: a prefill of 40 tokens, a chunk of 7 after 33, and a decode after 99, in one launch and in one pool. Every
+# slot that no sequence owns is NaN.
 
 # %%
 from nanoserve.kernels.dispatch import use_backend
@@ -705,7 +718,7 @@ print("one launch, as the oracle:", torch.allclose(out, expected, atol=atol, rto
 assert torch.allclose(out, expected, atol=atol, rtol=rtol)
 
 # %% [markdown]
-# And the two kernels, with a sequence that the single-sequence functions get:
+# And both kernels, in the form for one sequence:
 
 # %%
 slots = mixed.slot_mapping(2)
@@ -720,8 +733,8 @@ for name in KERNELS:
 # %% [markdown]
 # ## Measure a row
 #
-# How does one find a row of the table? By measuring the candidates, on the machine that the row is for. On a GPU the cell
-# below tries tiles and stages; under tlsim it tries tiles alone. Which tile is the fastest on yours?
+# A row of the table comes from measuring candidates on the machine that the row is for. On a GPU the cell below tries
+# tiles and stages; under tlsim it tries tiles alone. Which tile is the fastest on your machine?
 
 # %%
 today.predict("tile", "The fastest tile here?", guess=None, choices=("16", "32", "64", "128"))
@@ -756,16 +769,16 @@ if (guess := today.guess("tile")) is not None:
 assert all(seconds > 0 for seconds in times.values())
 
 # %% [markdown]
-# If your fastest tile under tlsim is the largest, that is the number of torch calls: each turn of the loop makes the same
-# calls, and a larger tile needs fewer turns. On a GPU the candidates differ in what Little's law counts.
+# If large tiles are the fastest under tlsim, the reason is the number of torch calls: each turn of the loop makes the
+# same calls, and a larger tile needs fewer turns. On a GPU the candidates differ in the bytes that they have in flight.
 
 # %% [markdown]
 # ## Eight shapes
 #
 # The recorded run has eight batches of decode, in bfloat16, with tokens in scattered blocks of 16. `sdpa` is
-# PyTorch's own attention over **contiguous** keys and values: it has no table to read, and no block to find. Each
-# time is a replay of the whole attention, the merge included, and the inputs are rotated so that the L2 cache does not
-# hold them.
+# PyTorch's own attention over **contiguous** keys and values: it has no table to read, and no block to find. `packed`
+# is Day 29's kernel without a split, and `split_kv` is what the engine runs: all of Days 29 to 31. The times include
+# the merge, and the inputs are rotated so that the L2 cache does not hold them.
 #
 # Before you look: seven of the shapes read 100 MB or more, and one reads 8 MB. Which share of the peak
 # bandwidth does that one reach, in percent?
@@ -791,27 +804,32 @@ print(f"{'share of the peak bandwidth':28}", *(f"{path:>9}" for path in paths))
 for shape in shapes:
     cells = (share(shape, path) for path in paths)
     print(f"{shape:28}", *(f"{cell:9.1%}" if cell else f"{'-':>9}" for cell in cells))
-better = sum(share(shape, "split_kv") >= share(shape, "sdpa") for shape in shapes)
-print(f"split_kv has at least SDPA's share on {better} of {len(shapes)} shapes")
+of_sdpa = [share(shape, "split_kv") / share(shape, "sdpa") for shape in shapes]
+print(f"split_kv has {min(of_sdpa):.0%} to {max(of_sdpa):.0%} of SDPA's speed")
+assert all(share(shape, "split_kv") > share(shape, "day22") for shape in shapes)
+long, packed, day22 = (share("1 x 65,536, 32/8 x 128", p) for p in ("split_kv", "packed", "day22"))
+assert long > 10 * packed and packed < day22
 if (guess := today.guess("small")) is not None:
     print(f"your guess for the last shape: {guess:g}%")
 
 # %% jupyter={"source_hidden": true}
 # Draws the plot: each shape's share of the peak bandwidth, by code path
-LOOKS = {  # name, colour, marker
-    "day22": ("Day 22", "engine", "v"),
-    "split_kv": ("Day 31", "triton", "o"),
-    "sdpa": ("SDPA, contiguous", "contiguous", "|"),
-    "gather": ("gather", "contiguous", "x"),
-    "flash3": ("FlashAttention-3", "muted", "+"),
+LOOKS = {  # name, colour, marker, and the shape at which the name stands
+    "day22": ("Day 22", "engine", "v", 6),
+    "packed": ("Day 29", "engine", "s", 1),
+    "split_kv": ("Day 31", "triton", "o", 2),
+    "sdpa": ("SDPA, contiguous", "contiguous", "|", 5),
+    "gather": ("gather", "contiguous", "x", 3),
+    "flash3": ("FlashAttention-3", "muted", "+", 4),
 }
 fig, ax = figure(height=4.3, xlabel="share of the peak bandwidth", title=recorded["device"])
 for path in (path for path in LOOKS if path in paths):
-    name, colour, marker = LOOKS[path]
+    name, colour, marker, named = LOOKS[path]
     at = [(share(shape, path), i) for i, shape in enumerate(shapes) if share(shape, path)]
     x, y = zip(*at)
     ax.plot(x, y, marker, color=COLOURS[colour], markersize=11 if marker == "|" else 7)
-    label_line(ax, x[0], y[0], name, COLOURS[colour], "above")
+    where = "left" if path in ("packed", "split_kv") else "right"
+    label_line(ax, x[named], y[named], name, COLOURS[colour], where)
 ax.axvline(1, color=COLOURS["limit"], linewidth=1.5)
 if (guess := today.guess("small")) is not None:
     prediction_marker(ax, guess / 100, shapes.index("1 x 4,096, 32/8 x 64"))
@@ -822,8 +840,13 @@ ax.xaxis.set_major_formatter("{x:.0%}")
 fig
 
 # %% [markdown]
-# **The honest reading** follows from Little's law. Where a batch reads hundreds of megabytes, the time of the first
-# and the last tiles hardly counts. The last shape reads 8 MB:
+# **The honest reading.** On every shape the engine's kernel is faster than Day 22's. For one long sequence the packed
+# heads alone are slower than Day 22's kernel: they make fewer programs, 8 instead of 32, and most multiprocessors are
+# idle. There the split counts most. Where the kernel is slower than SDPA, you see the price of paging: SDPA finds its
+# keys without a table, and in one piece. In return, no memory is reserved for tokens that never come (Day 14).
+#
+# Where a batch reads hundreds of megabytes, the time of the first and the last tiles hardly counts. The last shape
+# reads 8 MB:
 
 # %%
 small = rows["1 x 4,096, 32/8 x 64", "split_kv"]
@@ -848,11 +871,11 @@ today.picture("capture-replay")
 
 # %% [markdown]
 # A decode step launches the same kernels in every layer of every token, with the same shapes. Only the numbers in the
-# tensors change. So record the launches once, and repeat the record. On a GPU this is a **CUDA graph**. On a CPU, `tlsim` does
-# the same with the torch calls that a kernel's lines have made.
+# tensors change. So record the launches once, and repeat the recording. On a GPU this is a **CUDA graph**. On a CPU,
+# `tlsim` does the same with the torch calls that the kernel's lines have made.
 #
-# That works because a launch never looks at a length or a table on the host (Day 28): it takes upper bounds. Here
-# is one step of three sequences, at most 96 tokens each:
+# It works because a launch reads no length and no table on the host (Day 28): it takes upper bounds. Here is one step
+# of three sequences, at most 96 tokens each:
 
 # %%
 from dataclasses import replace
@@ -888,8 +911,7 @@ def next_step():
 
 
 # %% [markdown]
-# On a GPU: the first call compiles, the second is captured, and `replay` runs what was captured. Python is not
-# involved.
+# On a GPU, the first call compiles, the second is captured, and `replay` runs what was captured, without Python.
 
 # %%
 if device.type == "cuda":
@@ -907,8 +929,8 @@ else:
     print("no GPU here: the next cell does the same on the CPU")
 
 # %% [markdown]
-# On a CPU: the launcher has switched tlsim's replay on. The first call of a kind is recorded; a later call with the
-# same shapes finds the record.
+# On a CPU, the launcher switches tlsim's replay on. The first call of a kind is recorded; a later call with the same
+# shapes finds the recording.
 
 # %%
 from unittest.mock import patch
@@ -975,13 +997,13 @@ assert equal and all(seconds > 0 for seconds in times.values())
 
 # %% [markdown]
 # Both launches make the same torch calls on the same numbers, so their results are equal in every bit. The difference
-# of their times is the simulator's own work: it reads each line of the kernel, checks shapes and types, and computes which
-# addresses belong to which program. With longer sequences the torch calls themselves take longer, and the ratio falls.
+# of their times is the simulator's own work: it walks through the lines of the kernel and checks shapes and types. With
+# longer sequences the torch calls themselves take longer, and the ratio falls.
 #
 # A recording is right only for what it has fixed. A CUDA graph fixes the shapes, the grid and the **addresses** of all
-# tensors: new numbers are copied into the old ones. tlsim fixes shapes, constants and the turns of the loop, and takes
-# the tensors of each launch; where something differs, it records again. Both fail in the same way if a launch depends on
-# a number that the host has read: the recording would repeat the old number. That is why a launch takes upper bounds.
+# tensors: new numbers must be copied into the same tensors. tlsim fixes shapes, constants and the turns of the loop, and
+# takes the tensors of each launch; where something differs, it records again. And if a launcher read a length on the
+# host, a CUDA graph would repeat the old length without an error. That is why a launch takes upper bounds.
 
 # %% [markdown]
 # ## The engine on your CPU
@@ -1001,7 +1023,7 @@ model = load_model("smollm2")
 text = "The tide goes out and the boats lie down in the mud. " * 24
 prompt = load_tokenizer("smollm2").encode(text)[:256]
 both = {"paged, dispatched": paged_path(model), "contiguous": engine_path(model, cached=True)}
-generated = decode_benchmark(both, "contiguous", [prompt], tokens=8, rounds=3)
+generated = decode_benchmark(both, "contiguous", [prompt], tokens=6, rounds=2)
 for row in generated:
     print(
         f"{row.path:18} {1 / row.tpot:5.1f} tokens per second, first token {row.ttft * 1e3:.0f} ms"
@@ -1033,7 +1055,6 @@ print(repr(answer.text))
 assert answer.text.startswith(" Paris")
 
 # %% [markdown]
-#
 # ## What you learned
 #
 # 1. **Bytes in flight = bandwidth · latency.** Tiles, stages and programs are three ways to request early; shared
@@ -1053,11 +1074,11 @@ today.review()
 # %% [markdown]
 # ## Tomorrow
 #
-# The keys and values are read at the limit of the memory. The weights are not: the model came in four bits per
-# weight, and the engine reads 16 or 32. Day 32 keeps the four bits.
+# On the recorded GPU, large batches read their keys and values close to the limit of the memory. A step also reads
+# all weights: the model came in four bits per weight, and the engine reads 16 or 32. Day 32 keeps the four bits.
 #
-# **In one paragraph.** A load takes a latency to arrive, so bandwidth times latency bytes must be in flight, in
+# **In one paragraph.** A load takes time to arrive, so bandwidth times latency bytes must be in flight. They need
 # shared memory, and a paged key takes two stages to arrive. A table by compute capability holds the launch parameters
-# that were measured, and a newer GPU takes the newest row. On the recorded GPU the eight shapes stand beside PyTorch's
-# attention over contiguous memory. A launch that reads no length on the host can be recorded and replayed: as a CUDA
+# that were measured, and a GPU without a row takes the newest older one. A recorded run compares eight shapes with
+# PyTorch's attention over contiguous memory. A launch that reads no length on the host can be recorded and replayed: as a CUDA
 # graph on a GPU, and as a list of torch calls on a CPU. The engine runs one kernel on both.

@@ -34,6 +34,8 @@ Values and dtypes are Triton's (tests/interpreted compares them), with these del
 - A mask must broadcast to the shape of the pointers.
 - tl.atomic_add returns nothing: the numbers before depend on the order of the programs.
 - The index of a loop ends with the loop. Triton accepts it later, and gives an undefined number.
+- The sanitizer holds no load against an atomic addition, and no store against earlier loads from a
+  buffer of more than 2**24 elements: it would need 8 bytes for each element.
 - In lockstep, `if`, `while`, `and` and `or` refuse a condition that depends on the program.
 
 Not supported: block pointers, tensor descriptors, scans, sorts and random numbers.
