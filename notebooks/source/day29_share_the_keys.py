@@ -221,9 +221,14 @@ assert torch.allclose(acc / l[:, None], oracle, atol=ATOL, rtol=RTOL)
 # %% [markdown]
 # ## The kernel
 #
-# These two ideas, with the block table of Day 28, are the new kernel. It comes in three pieces. First the rows:
-# `row // N_REP` and `row % N_REP` are your `rows_of_tile`, with the tile's first query in `first`. `sees` is the
-# number of keys that a row sees. The first axis of the grid is the KV head.
+# These two ideas, with the block table of Day 28, are the new kernel. It comes in pieces, as functions that the
+# kernel calls. First the loads:
+#
+# - `load_queries` packs the rows. `row // N_REP` and `row % N_REP` are your `rows_of_tile`, with the tile's first
+#   query in `first`. `sees` is the number of keys that a row sees. The first axis of the grid is the KV head.
+# - `load_tile` finds the keys. Position p lies in block `table[p // BLOCK_SIZE]`, at offset `p % BLOCK_SIZE`: Day
+#   28's address. `held` is the clamped position, and `channel` the clamped channel where `head_dim` is no power of
+#   two. `LONG` says whether the pool has more than $2^{31}$ numbers, so that offsets need 64 bits: Day 22's trap.
 
 # %%
 try:
@@ -235,7 +240,7 @@ except ImportError:
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/kernels/split_kv.py: load_queries
+# lands in nanoserve/kernels/split_kv.py: load_queries, load_tile
 @triton.jit
 def load_queries(
     q_ptr,
@@ -269,69 +274,110 @@ def load_queries(
     return q, token * (tl.num_programs(0) * N_REP) + head, used, sees
 
 
-# %% [markdown]
-# Then the fold, your `fold_tile` in a loop over the keys from `low` to `high`. Read it for three things:
-#
-# - **The address.** Position p lies in block `table[p // BLOCK_SIZE]`, at offset `p % BLOCK_SIZE`: Day 28's. `held`
-#   is the clamped position, and `channel` the clamped channel where `head_dim` is no power of two.
-# - **The products.** `tl.dot(q, tl.trans(k))` gives the scores. `tl.dot(p, v, acc)` adds the second product to
-#   `acc`. Both take their numbers in the dtype of K and V and add in float32. "ieee" keeps all bits of float32,
-#   without tensor cores.
-# - **`LONG`.** Where the pool has more than $2^{31}$ numbers, offsets need 64 bits: Day 22's trap. Elsewhere 32
-#   bits do.
-
-
-# %% jupyter={"source_hidden": true}
-# lands in nanoserve/kernels/split_kv.py: fold_keys
 @triton.jit
-def fold_keys(
-    q,
-    sees,
-    low,
+def load_tile(
+    start,
     high,
     k_ptr,
     k_slot,
     v_ptr,
     v_slot,
     table_ptr,
+    BLOCK_D: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    LONG: tl.constexpr,
+):
+    """The keys and values of TILE positions from `start` on, [TILE, BLOCK_D] each.
+
+    Positions from `high` on, and channels past head_dim, are clamped to the last one, so that no
+    load needs a mask: the scores of such positions are masked, and q is 0 in such channels.
+    """
+    channel = tl.arange(0, BLOCK_D)
+    if BLOCK_D > HEAD_DIM:  # otherwise the compiler knows that a row's addresses are consecutive
+        channel = tl.minimum(channel, HEAD_DIM - 1)
+    held = tl.minimum(start + tl.arange(0, TILE), high - 1)
+    slot = tl.load(table_ptr + held // BLOCK_SIZE) * BLOCK_SIZE + held % BLOCK_SIZE
+    slot = slot.to(tl.int64) if LONG else slot.to(tl.int32)
+    k = tl.load(k_ptr + (slot * k_slot)[:, None] + channel[None, :])
+    v = tl.load(v_ptr + (slot * v_slot)[:, None] + channel[None, :])
+    return k, v
+
+
+# %% [markdown]
+# Then the fold. `fold_tile` is yours, and `fold_keys` calls it for all tiles from `low` to `high`. Read them for
+# three things:
+#
+# - **The products.** `tl.dot(q, tl.trans(key))` gives the scores. `tl.dot(p, v, acc)` adds the second product to
+#   `acc`. Both take their numbers in the dtype of K and V and add in float32. "ieee" keeps all bits of float32,
+#   without tensor cores.
+# - **The factor.** The maximum is taken before the scores are scaled: that is one multiplication for each row
+#   instead of one for each score.
+# - **The mask.** In a prefill with many rows, most tiles are seen whole by every row, and the first loop folds
+#   these without a mask. The second loop does the rest. In decode there is only the second.
+
+
+# %% jupyter={"source_hidden": true}
+# lands in nanoserve/kernels/split_kv.py: fold_tile, fold_keys
+@triton.jit
+def fold_tile(score, v, m, l, acc, scale):
+    """Fold a tile of scores [ROWS, TILE] and values [TILE, BLOCK_D] into a streaming softmax.
+
+    m [ROWS] is the largest score so far, l [ROWS] the sum of 2 ** (score - m), and acc [ROWS,
+    BLOCK_D] the sum of 2 ** (score - m) * value (Milakov and Gimelshein 2018, to base 2). Scores
+    are scaled here, in float32: a query that is scaled first is rounded to its dtype once more.
+    """
+    m_new = tl.maximum(m, tl.max(score, axis=1) * scale)
+    alpha = tl.exp2(m - m_new)  # rescales the sums made with the old maximum
+    p = tl.exp2(score * scale - m_new[:, None])
+    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")  # no TF32
+    return m_new, l * alpha + tl.sum(p, axis=1), acc
+
+
+@triton.jit
+def fold_keys(
+    q,
+    sees,
+    low,
+    high,
+    k,
+    k_slot,
+    v,
+    v_slot,
+    table,
     scale,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     LONG: tl.constexpr,
 ):
-    """Fold the keys and values of the positions from low to high, TILE at a time.
+    """The streaming softmax m, l, acc of queries q [ROWS, BLOCK_D] over positions low to high.
 
-    q [ROWS, BLOCK_D]; `scale` includes the factor log2(e). Returns the streaming softmax to base 2
-    (Milakov and Gimelshein 2018): m [ROWS], the largest score; l [ROWS], the sum of 2 ** (score -
-    m); and acc [ROWS, BLOCK_D], the sum of 2 ** (score - m) * value.
+    Row r sees the first sees[r] positions. k, v and table point to the KV head's first element and
+    to the sequence's first block. `scale` includes the factor log2(e).
     """
-    # Positions and channels past the end are clamped, so that no load of K and V needs a mask. The
-    # scores of such positions are masked, and q is 0 in such channels.
-    channel = tl.arange(0, q.shape[1])
-    if q.shape[1] > HEAD_DIM:  # otherwise the compiler knows that a row's addresses are consecutive
-        channel = tl.minimum(channel, HEAD_DIM - 1)
+    BLOCK_D: tl.constexpr = q.shape[1]
     sees = tl.minimum(sees, high)
     m = tl.full((q.shape[0],), -1e30, tl.float32)  # finite, so that m - m is 0 before the first key
     l = tl.zeros((q.shape[0],), tl.float32)
-    acc = tl.zeros((q.shape[0], q.shape[1]), tl.float32)
-    for start in range(low, high, TILE):
-        position = start + tl.arange(0, TILE)
-        held = tl.minimum(position, high - 1)
-        slot = tl.load(table_ptr + held // BLOCK_SIZE) * BLOCK_SIZE + held % BLOCK_SIZE
-        slot = slot.to(tl.int64) if LONG else slot.to(tl.int32)
-        k = tl.load(k_ptr + (slot * k_slot)[:, None] + channel[None, :])  # [TILE, BLOCK_D]
-        v = tl.load(v_ptr + (slot * v_slot)[:, None] + channel[None, :])
-
-        score = tl.dot(q, tl.trans(k), input_precision="ieee")  # [ROWS, TILE]; no TF32
-        # scaled here, in float32: a q that is scaled first is rounded to q's dtype once more
-        score = tl.where(position[None, :] < sees[:, None], score * scale, float("-inf"))
-        m_new = tl.maximum(m, tl.max(score, axis=1))
-        alpha = tl.exp2(m - m_new)  # rescales the sums made with the old maximum
-        p = tl.exp2(score - m_new[:, None])
-        l = l * alpha + tl.sum(p, axis=1)
-        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
-        m = m_new
+    acc = tl.zeros((q.shape[0], BLOCK_D), tl.float32)
+    whole = low
+    if q.shape[0] > 16:  # many queries: every row sees most of the tiles, which then need no mask
+        whole = tl.maximum(low, tl.min(sees, axis=0) // TILE * TILE)
+        for start in range(low, whole, TILE):
+            key, value = load_tile(
+                start, high, k, k_slot, v, v_slot, table, BLOCK_D, HEAD_DIM, BLOCK_SIZE, TILE, LONG
+            )
+            score = tl.dot(q, tl.trans(key), input_precision="ieee")  # [ROWS, TILE]
+            m, l, acc = fold_tile(score, value, m, l, acc, scale)
+    for start in range(whole, high, TILE):
+        key, value = load_tile(
+            start, high, k, k_slot, v, v_slot, table, BLOCK_D, HEAD_DIM, BLOCK_SIZE, TILE, LONG
+        )
+        score = tl.dot(q, tl.trans(key), input_precision="ieee")
+        seen = start + tl.arange(0, TILE)[None, :] < sees[:, None]
+        m, l, acc = fold_tile(tl.where(seen, score, float("-inf")), value, m, l, acc, scale)
     return m, l, acc
 
 

@@ -548,10 +548,11 @@ print(f"that is {moved['parts'] / moved['K and V']:.1%}; you predicted:", today.
 #
 # ## Your turn: `num_workers`
 #
-# How many workers? Parts cost bytes, so not more than the GPU runs at once. Three rules:
+# How many workers? Parts cost bytes, so not more than the GPU runs at once. Four rules:
 #
-# - A multiprocessor runs `programs` programs at once, and a worker is one program for each KV head. So there are
-#   `programs * multiprocessors / n_kv` workers, rounded down.
+# - A multiprocessor runs `programs` programs at once, and a worker is one program for each KV head. So there is
+#   room for `programs * multiprocessors / n_kv` workers, rounded down.
+# - If there is room for more than eight, take a multiple of eight, rounded down: the merge reads parts in groups.
 # - There are at most as many workers as tiles, and at least 1.
 # - Without a split there are `num_seqs * n_kv` programs. If these are eight or more for each multiprocessor, they
 #   fill the GPU by themselves: return 0. Then the packed kernel runs, and nothing is merged.
@@ -581,11 +582,13 @@ def num_workers(
 
     A split has `programs` programs for each multiprocessor, but no more workers than key tiles, of
     which all sequences together have at most `tiles`. Sequences that make eight programs for each
-    multiprocessor fill the GPU without a split.
+    multiprocessor fill the GPU without a split. More than eight workers are a multiple of eight.
     """
     if num_seqs * n_kv >= 8 * multiprocessors:
         return 0
-    return max(1, min(programs * multiprocessors // n_kv, tiles))
+    workers = programs * multiprocessors // n_kv
+    workers = workers // 8 * 8 if workers > 8 else workers  # the merge reads 32 or 64 parts at once
+    return max(1, min(workers, tiles))
 
 
 # %%

@@ -474,10 +474,15 @@ def _workers_cases() -> list[Case]:
         return Case(what, args, kind=kind, inputs=inputs)
 
     return [
+        case("4 KV heads on 20 multiprocessors: 10 fit, 8 are used", "share", 20, 4, 1, 1_024),
         case("an H200, one long sequence of a Llama", "share", 132, 8, 1, 1_024),
         case("the same, 3 programs for each multiprocessor", "share", 132, 8, 1, 1_024, 3),
         case("a T4, two sequences, 3 KV heads", "share", 40, 3, 2, 700, 4),
+        case("room for 5.6 workers", "few", 45, 32, 1, 600, 4),
+        case("room for 9 workers", "share", 36, 8, 1, 600),
+        case("room for 8 workers", "few", 40, 10, 1, 600, 2),
         case("a short sequence: 6 tiles", "tiles", 132, 8, 1, 6),
+        case("20 tiles, and room for more workers", "tiles", 132, 8, 1, 20),
         case("one tile", "tiles", 132, 8, 1, 1),
         case("more KV heads than programs", "least", 10, 32, 1, 600),
         case("131 sequences: just too few to fill the GPU", "full", 132, 8, 131, 9_000),
@@ -489,14 +494,20 @@ def _workers_cases() -> list[Case]:
     ]
 
 
+def _by_eight(workers: int) -> int:
+    return workers // 8 * 8 if workers > 8 else workers
+
+
 def _workers_but(
-    multiprocessors, n_kv, num_seqs, tiles, programs=2, *, full=None, share=None, least=1, none=0
+    multiprocessors, n_kv, num_seqs, tiles, programs=2, *, full=None, share=None, least=1, none=0,
+    even=_by_eight,
 ):  # fmt: skip
     """The right rule with one step replaced."""
     split = (full or (lambda: num_seqs * n_kv >= 8 * multiprocessors))()
     if split:
         return none
-    return max(least, min((share or (lambda: programs * multiprocessors // n_kv))(), tiles))
+    workers = even((share or (lambda: programs * multiprocessors // n_kv))())
+    return max(least, min(workers, tiles))
 
 
 @wrong(
@@ -509,11 +520,35 @@ def _programs_not_workers(multiprocessors, n_kv, num_seqs, tiles, programs=2):
 
 
 @wrong(
-    "The quotient is rounded up. Then there are more programs than the GPU runs at once, and a few "
-    "wait for all others. Round down."
+    "More than eight workers should be a multiple of eight, since the merge reads the parts in "
+    "groups: round down to a multiple of 8."
 )
-def _rounded_up(multiprocessors, n_kv, num_seqs, tiles, programs=2):
-    share = lambda: -(-programs * multiprocessors // n_kv)  # noqa: E731
+def _any_number(*args):
+    return _workers_but(*args, even=lambda workers: workers)
+
+
+@wrong(
+    "The multiple of eight is rounded up. Then there are more programs than the GPU runs at once, "
+    "and a few wait for all others. Round down."
+)
+def _rounded_up(*args):
+    return _workers_but(*args, even=lambda n: -(-n // 8) * 8 if n > 8 else n)
+
+
+@wrong(
+    "Up to eight workers stay as they are. Rounded to a multiple of eight, 5 become 0, and then "
+    "the rule gives 1."
+)
+def _few_rounded(*args):
+    return _workers_but(*args, even=lambda workers: workers // 8 * 8)
+
+
+@wrong(
+    "The number of tiles is rounded too. First round the workers that fit, then take the smaller "
+    "of them and the tiles: with 20 tiles, 20 workers have one tile each."
+)
+def _tiles_rounded(multiprocessors, n_kv, num_seqs, tiles, programs=2):
+    share = lambda: min(programs * multiprocessors // n_kv, tiles)  # noqa: E731
     return _workers_but(multiprocessors, n_kv, num_seqs, tiles, programs, share=share)
 
 
@@ -598,18 +633,25 @@ WORKERS = Exercise(
             "How many programs does the whole GPU run at once, and how many of them does one "
             "worker take?",
             "programs * multiprocessors in all. A worker is one program for each of the n_kv KV "
-            "heads. Round down, so that all run at once.",
-            "programs * multiprocessors // n_kv",
+            "heads. Round down, and above eight down to a multiple of eight.",
+            "workers = programs * multiprocessors // n_kv; if workers > 8: workers = workers // 8 "
+            "* 8",
+        ),
+        "few": (
+            "There is room for eight workers or fewer. Which rule of yours changes their number?",
+            "None should: only more than eight workers are rounded to a multiple of eight.",
+            "if workers > 8: workers = workers // 8 * 8",
         ),
         "tiles": (
             "What would a worker do that begins after the last tile?",
-            "Nothing. So there are never more workers than tiles.",
-            "min(programs * multiprocessors // n_kv, tiles)",
+            "Nothing. So there are never more workers than tiles. The tiles themselves are not "
+            "rounded.",
+            "min(workers, tiles), after the workers are rounded",
         ),
         "least": (
             "There are more KV heads than programs that run at once. What does your quotient give?",
             "0, and 0 means: do not split. Here one worker has to do it.",
-            "max(1, min(programs * multiprocessors // n_kv, tiles))",
+            "max(1, min(workers, tiles))",
         ),
         "full": (
             "How many programs do the sequences make without a split?",
@@ -620,9 +662,9 @@ WORKERS = Exercise(
     },
     target="nanoserve.kernels.split_kv:num_workers",
     wrong=(
-        _programs_not_workers, _rounded_up, _one_program, _always_two, _divided_by_the_sequences,
-        _more_than_tiles, _none_left, _full_by_sequences, _full_by_one, _full_later,
-        _one_where_full, _never_full,
+        _programs_not_workers, _any_number, _rounded_up, _few_rounded, _tiles_rounded,
+        _one_program, _always_two, _divided_by_the_sequences, _more_than_tiles, _none_left,
+        _full_by_sequences, _full_by_one, _full_later, _one_where_full, _never_full,
     ),
 )  # fmt: skip
 

@@ -89,24 +89,28 @@ def by_cases(multiprocessors, n_kv, num_seqs, tiles, programs=2):
     if num_seqs * n_kv / multiprocessors >= 8:
         return 0
     room = math.floor(multiprocessors * programs / n_kv)
+    if room > 8:
+        room -= room % 8
     return min(room, tiles) if room else 1
 
 
 def by_counting(multiprocessors, n_kv, num_seqs, tiles, programs=2):
-    """Workers are added while they fit."""
+    """Workers are added while they fit: one at a time up to eight, then eight at a time."""
     if n_kv * num_seqs >= multiprocessors << 3:
         return 0
     workers = 1
-    while workers < tiles and (workers + 1) * n_kv <= multiprocessors * programs:
-        workers += 1
-    return workers
+    while (grown := workers + (8 if workers >= 8 else 1)) * n_kv <= multiprocessors * programs:
+        workers = grown
+    return min(workers, tiles)
 
 
 def by_sorting(multiprocessors, n_kv, num_seqs, tiles, programs=2):
     """The middle one of 1, the room and the tiles, unless the GPU is full."""
     full = 8 * multiprocessors - num_seqs * n_kv <= 0
     room, _ = divmod(programs * multiprocessors, n_kv)
-    return 0 if full else sorted([1, room, tiles])[1]
+    eights, rest = divmod(room, 8)
+    even = 8 * eights if eights else rest
+    return 0 if full else sorted([1, even, tiles])[1]
 
 
 RIGHT = {
