@@ -32,7 +32,8 @@ ORDER = (
     "cli",
 )
 # The same within nanoserve.kernels.
-KERNELS = ("sizes", "tlsim", "reference", "paged_attention", "dispatch")
+KERNELS = ("sizes", "tlsim", "reference", "paged_attention", "split_kv", "dispatch")
+SOURCES = ("paged_attention.py", "split_kv.py")  # of Triton kernels
 # Imports for functions only, not for modules: the engine runs where these packages are missing.
 ELSEWHERE = {
     "triton": {"kernels"},
@@ -143,8 +144,9 @@ def test_within_the_kernels_too_imports_point_one_way():
     assert found == {*KERNELS, "__init__"}
 
 
-def test_one_module_tries_triton_and_tlsim_takes_its_place():
-    file = PACKAGE / "kernels" / "paged_attention.py"
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_kernels_module_tries_triton_and_tlsim_takes_its_place(source):
+    file = PACKAGE / "kernels" / source
     [attempt] = [node for node in ast.parse(file.read_text()).body if isinstance(node, ast.Try)]
     tried = [alias.name for node in attempt.body for alias in node.names]
     everything = [name for name, at_top in imports(file) if at_top]
@@ -152,7 +154,7 @@ def test_one_module_tries_triton_and_tlsim_takes_its_place():
     assert tried == ["triton", "triton.language"]
     [handler] = attempt.handlers
     assert handler.type.id == "ImportError"
-    assert everything[2:] == ["nanoserve.kernels.tlsim", "nanoserve.kernels.tlsim"]
+    assert everything[-2:] == ["nanoserve.kernels.tlsim", "nanoserve.kernels.tlsim"]
 
 
 @pytest.mark.parametrize("module", ORDER)
@@ -162,7 +164,7 @@ def test_what_only_one_function_needs_is_imported_there(module):
             package = name.split(".")[0]
             if package in ELSEWHERE and not (module == "cli" and package == "typer"):
                 assert module in ELSEWHERE[package], f"{file.name} imports {name}"
-                tried = package == "triton" and file.name == "paged_attention.py"
+                tried = package == "triton" and file.name in SOURCES
                 assert tried or not at_top, f"{file.name} imports {name} for everybody"
 
 

@@ -202,8 +202,7 @@ def truth(x: Any) -> bool:
 
 def method(x: Any, name: str) -> Any:
     """x.sum() and the like: functions of `tl` as methods of a tensor."""
-    from nanoserve.kernels.tlsim import language
-
+    language = sys.modules[f"{__package__}.language"]  # it imports this module, not the reverse
     if name.startswith("_") or not hasattr(language, name):
         raise AttributeError(f"a tensor has no .{name} in tlsim")
     return partial(getattr(language, name), x)
@@ -465,8 +464,7 @@ _DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "fl
 
 def translate(x: Any, use: str = "") -> Any:
     """tlsim's counterpart of a global of a kernel; KernelError for a global that Triton refuses."""
-    from nanoserve.kernels.tlsim.launch import jit
-
+    jit = sys.modules[f"{__package__}.launch"].jit  # it imports this module, not the reverse
     kind, name = type(x), getattr(x, "__name__", None) or getattr(x, "name", "")
     home = f"{name if kind is ModuleType else getattr(x, '__module__', '') or kind.__module__}."
     if kind.__name__ == "constexpr":

@@ -1,5 +1,6 @@
 """Triton's rules of dtypes, shapes and conditions: what meets what, and what is refused."""
 
+import sys
 from functools import cache, partial
 from itertools import zip_longest
 from typing import Any
@@ -107,8 +108,7 @@ def truth(x: Any) -> bool:
 
 def method(x: Any, name: str) -> Any:
     """x.sum() and the like: functions of `tl` as methods of a tensor."""
-    from nanoserve.kernels.tlsim import language
-
+    language = sys.modules[f"{__package__}.language"]  # it imports this module, not the reverse
     if name.startswith("_") or not hasattr(language, name):
         raise AttributeError(f"a tensor has no .{name} in tlsim")
     return partial(getattr(language, name), x)

@@ -3,6 +3,7 @@
 import ast
 import builtins
 import inspect
+import sys
 import textwrap
 from collections.abc import Callable
 from functools import cache
@@ -171,8 +172,7 @@ _DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "fl
 
 def translate(x: Any, use: str = "") -> Any:
     """tlsim's counterpart of a global of a kernel; KernelError for a global that Triton refuses."""
-    from nanoserve.kernels.tlsim.launch import jit
-
+    jit = sys.modules[f"{__package__}.launch"].jit  # it imports this module, not the reverse
     kind, name = type(x), getattr(x, "__name__", None) or getattr(x, "name", "")
     home = f"{name if kind is ModuleType else getattr(x, '__module__', '') or kind.__module__}."
     if kind.__name__ == "constexpr":
