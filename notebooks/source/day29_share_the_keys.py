@@ -312,8 +312,8 @@ def load_tile(
 # - **The products.** `tl.dot(q, tl.trans(key))` gives the scores. `tl.dot(p, v, acc)` adds the second product to
 #   `acc`. Both take their numbers in the dtype of K and V and add in float32. "ieee" keeps all bits of float32,
 #   without tensor cores.
-# - **The factor.** The maximum is taken before the scores are scaled: that is one multiplication for each row
-#   instead of one for each score.
+# - **The factor.** The maximum is taken of the unscaled scores, and then scaled: one multiplication for each row. A GPU
+#   computes `score * scale - m_new` in one instruction, so the scaling of the scores costs no further one.
 # - **The mask.** In a prefill with many rows, most tiles are seen whole by every row, and the first loop folds
 #   these without a mask. The second loop does the rest. In decode there is only the second.
 

@@ -260,7 +260,7 @@ except ImportError:
     from nanoserve.kernels import tlsim as triton
     from nanoserve.kernels.tlsim import language as tl
 
-from nanoserve.kernels.split_kv import fold_keys, load_queries, packed_kernel
+from nanoserve.kernels.split_kv import fold_keys, load_queries
 
 
 # %% jupyter={"source_hidden": true}
@@ -704,6 +704,7 @@ for y, shape in enumerate(reversed(shapes)):
             va="center",
             fontsize=9,
             ha="left" if share < 0.6 else "right",
+            color="white" if share >= 0.6 and colour == "muted" else COLOURS["ink"],
         )
 ax.axvline(100, color=COLOURS["limit"], linewidth=1.5)
 ax.set(yticks=range(len(shapes)), xlim=(0, 101), ylim=(-0.6, len(shapes) - 0.4))
