@@ -739,7 +739,7 @@ for name in KERNELS:
 # %%
 today.predict("tile", "The fastest tile here?", guess=None, choices=("16", "32", "64", "128"))
 
-# %% tags=["nbval-ignore-output"]
+# %%
 from nanoserve.bench.attention import BatchShape, draw_inputs
 from nanoserve.bench.timing import median_times
 
@@ -755,6 +755,7 @@ def candidate(tile, stages):
         return launch_batch(split_kv if gpu else _simulated_kernels(), *arguments, how)
 
 
+# %% tags=["nbval-ignore-output"]
 tried = [(tile, stages) for stages in ((1, 3, 5) if gpu else (1,)) for tile in (16, 32, 64, 128)]
 if gpu:
     times = {how: do_bench(lambda: candidate(*how)) / 1e3 for how in tried}
