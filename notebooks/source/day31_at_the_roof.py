@@ -744,7 +744,7 @@ from nanoserve.bench.attention import BatchShape, draw_inputs
 from nanoserve.bench.timing import median_times
 
 gpu = device.type == "cuda" and select_backend(device) == "triton"
-batch = BatchShape(64, 4_096, 32, 8, 128) if gpu else BatchShape(4, 512, 9, 3, 64)
+batch = BatchShape(64, 4_096, 32, 8, 64) if gpu else BatchShape(4, 512, 9, 3, 64)
 inputs = draw_inputs(batch, torch.float16 if gpu else torch.float32, device)
 arguments = inputs.q, inputs.k_pool, inputs.v_pool, inputs.tables, inputs.n_rep, None
 
