@@ -44,6 +44,11 @@ def draw():
         text(ax, middle, ADDED + 54, adds, size=SMALL, colour=MUTED)
         arrow(ax, (middle, ADDED - 1), (middle, CORE + 64), colour=MUTED)
     caption(ax, LEFT, 96, "the core: Days 21 and 22")
-    caption(ax, LEFT, 338, "Sanitizer, trace and replay change no number: a right kernel gives the same without them.")
+    caption(
+        ax,
+        LEFT,
+        338,
+        "Sanitizer, trace and replay change no number: a right kernel gives the same without them.",
+    )
     caption(ax, LEFT, ADDED - 14, "this appendix")
     return fig
