@@ -13,7 +13,7 @@ from nanoserve.course import check, day
 from nanoserve.course.answers import Answer, answer_path, installed
 from nanoserve.course.exercises.day22 import KERNEL, a_read, fold
 from nanoserve.kernels import paged_attention, tlsim
-from nanoserve.kernels.dispatch import paged_attention_dispatch, use_backend
+from nanoserve.kernels.dispatch import paged_attention_dispatch, use_backend, use_kernel
 from nanoserve.kernels.reference import ATOL, RTOL, paged_attention_reference
 
 SOURCE = inspect.getsource(tlsim.jit(paged_attention.paged_attention_kernel).fn)
@@ -85,7 +85,7 @@ LONGER = "largest = tl.max(score, axis=0)\n        m_new = tl.maximum(m, largest
 
 def test_whatever_kernel_is_installed_is_the_one_that_the_dispatcher_launches():
     read = a_read(2, 9)
-    with use_backend("tlsim"):
+    with use_backend("tlsim"), use_kernel("day22"):
         before = paged_attention_dispatch(*read)
         twice = kernel_of(("acc / l, mask", "2 * acc / l, mask"))
         with installed([Answer(22, KERNEL, twice)]):

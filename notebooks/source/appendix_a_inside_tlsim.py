@@ -912,19 +912,19 @@ class Recorder(TorchFunctionMode):
         self.names = {id(x): name for name, x in inputs.items()}  # and of what depends on them
         self.steps: list[tuple[str, str, set[str], bool]] = []  # result, line, used names, is small
         self.space: dict[str, Any] = {"torch": torch}  # what else the lines refer to
-        self.alive, self.stored, self.works = [inputs], set(), True
+        self.alive, self.stored = [inputs], set()
 
     def __torch_function__(self, func, types, args=(), kwargs=None) -> Any:
         out, used, name, kwargs = func(*args, **(kwargs or {})), set(), func.__name__, kwargs or {}
         texts = [self._text(x, used) for x in args]
         texts += [f"{key}={self._text(x, used)}" for key, x in kwargs.items()]
-        call = f"{self._name(name, func)}({', '.join(texts)})"
+        plain = getattr(func, "__wrapped__", func)  # without the wrapper that one_step adds
+        call = f"{self._name(name, plain)}({', '.join(texts)})"
         if name in STORES:
             self.steps.append(("", call, used, False))
             self.stored.add(texts[0])
         elif used and name in HOST:
             self.steps.append(("", f"if {call} != {out!r}: return None", used, True))
-            self.works &= not self.stored
         elif used and isinstance(out, torch.Tensor) and id(out) not in self.names:
             self.names[id(out)] = result = f"t{len(self.alive)}"
             self.alive.append(out)  # so that no other tensor gets its id
@@ -958,6 +958,8 @@ class Recording:
             result, _, used, small = step
             (early if small and used <= settled else late).append(step)
             settled |= {result} if early[-1:] == [step] else set()
+        effects = [line.startswith("if ") for result, line, _, _ in late if not result]
+        self.works = effects == sorted(effects, reverse=True)  # every test is before every store
         later = {name for _, _, used, _ in late for name in used}
         kept = [result for result, *_ in early if result in later]
         self.source = _function("prepare", inputs, early, kept)
@@ -1029,8 +1031,8 @@ class Recordings:
                 return
         with Recorder(inputs) as recorder:
             self.kernel.run(grid, given, {name: inputs[name] for name in known.varying})
-        if recorder.works:
-            recording = Recording(recorder, [*inputs], known.varying | {*tables})
+        recording = Recording(recorder, [*inputs], known.varying | {*tables})
+        if recording.works:
             known.found[:] = [recording, *known.found][:RECORDINGS]
 
 

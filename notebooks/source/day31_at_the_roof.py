@@ -557,9 +557,12 @@ def paged_attention_batch_tlsim(
 
 
 def _batch_tlsim(q, k_pool, v_pool, tables, n_rep, scale):
-    rows = next_power_of_2(n_rep * min(tables.max_query_len, 64))
-    tile = min(512, max(16, next_power_of_2(tables.max_kv_len)))
-    with tlsim.options(checks=False, replay=True):
+    rows = next_power_of_2(n_rep * tables.max_query_len)
+    rows = min(rows, max(128, next_power_of_2(n_rep)))
+    tile = min(512 if rows < 128 else 256, max(16, next_power_of_2(tables.max_kv_len)))
+    n_kv = k_pool.shape[1]
+    wave = n_kv * max(1, LANES // (rows * tile * n_kv))  # the programs of whole tiles of queries
+    with tlsim.options(checks=False, replay=True, wave=wave):
         return launch_batch(
             _simulated_kernels(), q, k_pool, v_pool, tables, n_rep, scale, Launch(rows, tile, 1, 1)
         )
@@ -637,7 +640,7 @@ def paged_attention_tlsim(
     check_attention(q, k_pool, v_pool, slot_mapping, n_rep)
     if _kernel.get() == "day22":
         programs = min(q.shape[1] * q.shape[2], 512)
-        tile = next_power_of_2(min(len(slot_mapping), 512, LANES // programs))
+        tile = next_power_of_2(min(len(slot_mapping), 512, (1 << 15) // programs))
         with tlsim.options(checks=False, wave=512):
             kernel = _simulated(paged_attention_kernel)
             return launch(kernel, q, k_pool, v_pool, slot_mapping, n_rep, scale, tile)
@@ -646,7 +649,7 @@ def paged_attention_tlsim(
 
 
 _simulated = cache(tlsim.jit)  # reads the source of a kernel once
-LANES = 1 << 15  # keys per loop iteration, over all programs of a wave; they fit the CPU's cache
+LANES = 1 << 18  # scores of one loop iteration, over all programs of a wave
 
 
 @lru_cache(maxsize=16)
