@@ -6,7 +6,6 @@
 #     name: python3
 # ---
 
-
 # %% [markdown]
 # # Day 31 · At the roof
 #
