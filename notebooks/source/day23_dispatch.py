@@ -787,9 +787,20 @@ def runtimes_of(device: torch.device) -> dict[str, Runtime]:
     """The runtimes that can run the kernel on a device in this process: {name: function}."""
     runtimes = {"tlsim": paged_attention_tlsim}
     if why_not_triton(device) is None:
-        interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-        runtimes["interpreter" if interpreted else "compiled"] = paged_attention_triton
+        if os.environ.get("TRITON_INTERPRET") == "1":
+            runtimes["interpreter"] = _interpreted
+        else:
+            runtimes["compiled"] = paged_attention_triton
     return runtimes
+
+
+def _interpreted(
+    q: torch.Tensor, k_pool: torch.Tensor, v_pool: torch.Tensor, *rest: object
+) -> torch.Tensor:
+    """paged_attention_triton under Triton's interpreter, which multiplies blocks of bfloat16
+    wrongly: they are made float32 first, and the result is rounded."""
+    wide = [x.float() if x.dtype == torch.bfloat16 else x for x in (q, k_pool, v_pool)]
+    return paged_attention_triton(*wide, *rest).to(q.dtype)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1128,7 +1128,9 @@ from nanoserve.bench import roofline
 
 with today.mine():
     mine = roofline.time_shape(small, {"sdpa": roofline.batch_paths()["sdpa"]}, rounds=1)
+    least = roofline.roofline_seconds(mine[0].flops, mine[0].bytes, peak_flops=1e12, bandwidth=1e11)
 print(mine[0].path, mine[0].bytes, "bytes")
+print(f"at 1 TFLOP/s and 100 GB/s: at least {least * 1e6:.2f} µs")
 assert mine[0].bytes == attention_bytes(small.kv_lens, 2, 16, torch.float32)
 
 # %% [markdown]

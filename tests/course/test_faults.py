@@ -52,8 +52,8 @@ FAULTS = [
     Fault(
         "the newest token left out of the paged read",
         "nanoserve/cache.py",
-        "return self._slots[:end]",
-        "return self._slots[: end - 1]",
+        "self._step_slots = self._slots[:end]",
+        "self._step_slots = self._slots[: end - 1]",
         "day00_start_here.ipynb",
     ),
     Fault(
