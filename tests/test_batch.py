@@ -74,6 +74,14 @@ def test_a_slot_mapping_is_a_block_table_whose_blocks_hold_one_token(query_len, 
 
 
 @backends
+@pytest.mark.parametrize("scale", [-0.7, 0.0])
+def test_a_scale_may_be_zero_or_negative(scale, backend):
+    arguments, _ = ragged(MIXED)
+    out = BACKENDS[backend](*arguments, scale)
+    assert_batch(out, paged_attention_batch_reference(*arguments, scale))
+
+
+@backends
 def test_an_explicit_scale_reaches_every_sequence(backend):
     (q, k_pool, v_pool, tables, n_rep), default = ragged(MIXED)
     out = BACKENDS[backend](q, k_pool, v_pool, tables, n_rep, 0.05)

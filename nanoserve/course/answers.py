@@ -109,10 +109,12 @@ def installed(answers: list[Answer]) -> Iterator[None]:
         undo.append((place, name, vars(place).get(name, _ABSENT)))
         setattr(place, name, value)
 
+    contexts = contextlib.ExitStack()
     try:
         for answer in answers:
             if answer.definition is None or answer.exercise.target is None:
                 continue
+            contexts.enter_context(answer.exercise.runs_in())
             holder, attribute, original = locate(answer.exercise.target)
             if isinstance(holder, type):
                 member = vars(answer.definition).get(attribute, answer.definition)
@@ -134,6 +136,7 @@ def installed(answers: list[Answer]) -> Iterator[None]:
                 put(module, name, replacement)
         yield
     finally:
+        contexts.close()
         for place, name, original in reversed(undo):
             if original is _ABSENT:
                 delattr(place, name)

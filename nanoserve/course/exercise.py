@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,7 +97,8 @@ class Exercise:
     "nanoserve.cache:NaiveKVCache.append" the cases get the class. Without `solution`, the target is
     the solution. `limit` is the time limit of a case in seconds. `was` holds former names of the
     exercise: answers and progress saved under them still count. A day is done without its
-    `optional` exercises.
+    `optional` exercises. `runs_in` makes the context in which the engine calls the target, where a
+    later day has replaced it.
     """
 
     name: str
@@ -108,6 +110,7 @@ class Exercise:
     limit: float = 10.0
     was: tuple[str, ...] = ()
     optional: bool = False
+    runs_in: Callable[[], AbstractContextManager] = nullcontext
 
     def __post_init__(self) -> None:
         short = [kind for kind, rungs in self.hints.items() if len(rungs) != 3]

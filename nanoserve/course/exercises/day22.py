@@ -12,7 +12,7 @@ from nanoserve.course.exercise import Case, Exercise, Wrong, close, wrong
 from nanoserve.course.plots import COLOURS, figure, style
 from nanoserve.course.source import source_of
 from nanoserve.kernels import paged_attention, tlsim
-from nanoserve.kernels.dispatch import launch
+from nanoserve.kernels.dispatch import launch, use_kernel
 from nanoserve.kernels.reference import paged_attention_reference, tolerance
 
 # the fold ----------------------------------------------------------------------------------------
@@ -622,6 +622,7 @@ _KERNEL_WRONG = (
 KERNEL = Exercise(
     "paged_attention_kernel",
     _kernel_cases,
+    runs_in=lambda: use_kernel("day22"),  # Day 31 gives the engine another kernel
     hints={
         "tile": (
             "One tile, all of it in use. What comes first, and what does each line need from the "
