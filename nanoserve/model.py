@@ -9,7 +9,7 @@ from nanoserve.config import ModelConfig, load_config
 from nanoserve.fetch import resolve
 from nanoserve.layers import Cache, block, embedding, linear, rms_norm, rope_tables
 from nanoserve.q4_file import load_kept
-from nanoserve.quant import Q4Weight, Weight, check_quantization, concatenate, why_not
+from nanoserve.quant import Q4Weight, check_quantization, concatenate, why_not
 from nanoserve.weights import load_weights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -18,7 +18,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 class Model:
     """A decoder-only transformer: a config, and weights by their Hugging Face names."""
 
-    def __init__(self, config: ModelConfig, weights: dict[str, Weight]) -> None:
+    def __init__(self, config: ModelConfig, weights: dict[str, torch.Tensor]) -> None:
         self.config = config
         self.weights = weights
         self.layers = [_layer(weights, i) for i in range(config.num_layers)]
@@ -31,7 +31,7 @@ class Model:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the activations, and of the weights that are not in four bits."""
+        """The dtype of the activations, and of all weights that are not quantised."""
         return self.weights["model.norm.weight"].dtype
 
     def __call__(self, ids: torch.Tensor, cache: Cache | None = None) -> torch.Tensor:
@@ -82,7 +82,7 @@ class Model:
         return self._cos[start:stop], self._sin[start:stop]
 
 
-def _layer(weights: dict[str, Weight], i: int) -> dict[str, Weight]:
+def _layer(weights: dict[str, torch.Tensor], i: int) -> dict[str, torch.Tensor]:
     """Layer i's weights, by names that are the same for every layer."""
     prefix = f"model.layers.{i}."
     return {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}
