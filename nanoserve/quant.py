@@ -13,6 +13,7 @@ import torch.nn.functional as F
 GROUP = 32
 QUANTIZATIONS = ("q4",)
 PACK_ROWS = 1024  # rows packed at a time: a multiple of every processor's block of rows
+SMALLEST = torch.finfo(torch.float32).tiny  # a divisor in place of a scale of 0
 UNPACKED_ROWS = 64  # from this many rows on, the product of the dequantised weight is faster
 KERNEL_ROWS = 16  # the most rows that the GPU's kernel multiplies
 
@@ -134,26 +135,35 @@ def quantize(weight: torch.Tensor, bits: int = 4) -> Q4Weight:
     if weight.dim() != 2 or weight.shape[1] % GROUP:
         raise ValueError(f"a weight must be [out, multiple of {GROUP}], got {list(weight.shape)}")
     rows = max(1, (1 << 20) // weight.shape[1])  # at a time: less memory, and it stays in the cache
-    round_rows = round_to_nearest if bits == 4 else round_to_bytes
+    round_rows = _four_bits if bits == 4 else _eight_bits
     return concatenate([round_rows(part) for part in weight.split(rows)])
 
 
-def round_to_nearest(weight: torch.Tensor) -> Q4Weight:
-    """Four bits: scale (maximum - minimum) / 15 and the minimum, per group; [out, in]."""
-    groups = weight.float().unflatten(1, (-1, GROUP))
+def round_to_nearest(
+    weight: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The nearest numbers 0 to 15, with scale (maximum - minimum) / 15 and minimum per group.
+
+    weight float32 [out, in] -> numbers uint8 [out, in]; scales, minimums bfloat16 [out, groups].
+    """
+    groups = weight.unflatten(1, (-1, GROUP))
     lowest, highest = groups.aminmax(dim=-1)
     scales, minimums = ((highest - lowest) / 15).bfloat16(), lowest.bfloat16()
-    step = scales.float().clamp_min(torch.finfo(torch.float32).tiny)[..., None]
-    numbers = ((groups - minimums.float()[..., None]) / step).round_().clamp_(0, 15)
-    return Q4Weight(pack_nibbles(numbers.to(torch.uint8).flatten(1)), scales, minimums)
+    steps = (groups - minimums[..., None]) / scales.clamp_min(SMALLEST)[..., None]
+    numbers = steps.round_().clamp_(0, 15)
+    return numbers.to(torch.uint8).flatten(1), scales, minimums
 
 
-def round_to_bytes(weight: torch.Tensor) -> Q4Weight:
-    """Eight bits in two parts: value = scale * integer, scale = largest magnitude / 127."""
+def _four_bits(weight: torch.Tensor) -> Q4Weight:
+    numbers, scales, minimums = round_to_nearest(weight.float())
+    return Q4Weight(pack_nibbles(numbers), scales, minimums)
+
+
+def _eight_bits(weight: torch.Tensor) -> Q4Weight:
+    """value = scale * integer, with scale = largest magnitude / 127 per group."""
     groups = weight.float().unflatten(1, (-1, GROUP))
     scales = (groups.abs().amax(-1) / 127).bfloat16()
-    step = scales.float().clamp_min(torch.finfo(torch.float32).tiny)[..., None]
-    integers = (groups / step).round_().clamp_(-128, 127)
+    integers = (groups / scales.clamp_min(SMALLEST)[..., None]).round_().clamp_(-128, 127)
     return two_parts(integers.flatten(1), scales)
 
 
