@@ -262,17 +262,27 @@ def _padded_strip(self, sequences, positions):
     return sequences * self.max_kv_len + positions
 
 
-@wrong("This is the first slot of the right block. Add the offset, position % block_size.")
+_OFFSET = (
+    "Your block is right. Where in it does the token lie?",
+    "At offset position % block_size, after the block's first slot, block id * block_size.",
+    "return blocks * self.block_size + positions % self.block_size",
+)
+
+
+@wrong(
+    "This is the first slot of the right block. Add the offset, position % block_size.",
+    hints=_OFFSET,
+)
 def _first_slot(self, sequences, positions):
     return _block(self, sequences, positions) * self.block_size
 
 
-@wrong("This is the id of the block. The slot is block id * block_size + offset.")
+@wrong("This is the id of the block. The slot is block id * block_size + offset.", hints=_OFFSET)
 def _only_block(self, sequences, positions):
     return _block(self, sequences, positions)
 
 
-@wrong("The id is not multiplied: block b begins at slot b * block_size.")
+@wrong("The id is not multiplied: block b begins at slot b * block_size.", hints=_OFFSET)
 def _added(self, sequences, positions):
     return _block(self, sequences, positions) + positions % self.block_size
 
@@ -306,7 +316,10 @@ def _always_16(self, sequences, positions):
     return blocks * 16 + positions % 16
 
 
-@wrong("It multiplies by max_blocks, the width of the table. Multiply by the block size.")
+@wrong(
+    "It multiplies by max_blocks, the width of the table. Multiply by the block size.",
+    hints=_OFFSET,
+)
 def _times_width(self, sequences, positions):
     width = self.block_tables.shape[1]
     return _block(self, sequences, positions) * width + positions % self.block_size
