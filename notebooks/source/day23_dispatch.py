@@ -46,8 +46,9 @@ today.picture("one-source")
 #
 # So the kernel uses Triton's language and nothing else, and no line of it depends on the machine.
 # The lines that do depend on it get a file of their own today. The file is small: it finds out
-# what is installed, checks the arguments, launches, and chooses a backend. Every serving engine has these pieces; at
-# the end you find them in vLLM and SGLang.
+# what is installed, checks the arguments, launches, and chooses a backend. Every serving engine has these pieces; you
+# find them in vLLM and SGLang. The second half of the day compares the three runtimes. It begins at "Three runtimes,
+# one table": a good place for a pause.
 
 # %%
 today.glossary(

@@ -48,7 +48,8 @@ today.picture("roofline-steps")
 # early, and how many bytes? One product answers both, and it holds for every GPU.
 #
 # The faster the kernel, the more the work around it counts: Python checks the arguments and launches, in every
-# layer of every token. The second half of the day removes that work too.
+# layer of every token. The second half of the day removes that work too. It begins at "Record once, replay many
+# times": a good place for a pause.
 
 # %%
 today.glossary(

@@ -160,6 +160,19 @@ def _first_start(self, rows):
     return torch.searchsorted(starts, starts[last])
 
 
+@wrong(
+    "The result is int32. It is an index, and index tensors are int64: compare in int64, and leave "
+    "out_int32 out.",
+    hints=(
+        "Which dtype has query_starts, and which dtype is asked for?",
+        "query_starts is int32; rows and the result are int64. searchsorted returns int64 itself.",
+        "torch.searchsorted(self.query_starts.long(), rows, right=True) - 1",
+    ),
+)
+def _int32(self, rows):
+    return (torch.searchsorted(self.query_starts.long(), rows, right=True) - 1).int()
+
+
 SEQUENCES_OF = Exercise(
     "sequences_of",
     _sequences_cases,
@@ -187,7 +200,7 @@ SEQUENCES_OF = Exercise(
     target="nanoserve.kernels.reference:PagedTables.sequences_of",
     wrong=(
         _left, _counts_itself, _ends_included, _equal_shares, _padded, _decode_only, _nearest,
-        _first_of_them, _number_within, _all_rows, _by_kv_lens, _skips_empty, _first_start,
+        _first_of_them, _number_within, _all_rows, _by_kv_lens, _skips_empty, _first_start, _int32,
     ),
 )  # fmt: skip
 
