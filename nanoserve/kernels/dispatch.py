@@ -20,7 +20,7 @@ from nanoserve.kernels.reference import (
     paged_attention_reference,
 )
 from nanoserve.kernels.sizes import next_power_of_2
-from nanoserve.kernels.split_kv import Launch, launch_of, num_workers
+from nanoserve.kernels.split_kv import Launch, choose_launch
 
 BACKENDS = ("triton", "tlsim", "reference")
 KERNELS = ("split_kv", "day22")
@@ -379,7 +379,9 @@ def launch_batch(
     kernels.split_kv_kernel[(n_kv, workers)](
         *inputs, out, part, lse, scale, num_seqs, *strides, **both, **sizes, **compiler
     )
-    parts_at_once = max(1, 4096 // shape["BLOCK_D"])  # what the registers of a warp hold
+    parts_at_once = min(  # what the registers of a warp hold; but no more than a sequence has
+        max(1, 4096 // shape["BLOCK_D"]), next_power_of_2(-(-workers // num_seqs) + 1)
+    )
     compiler = {"num_warps": 1} | ({"launch_pdl": True} if overlap else {})
     kernels.merge_kernel[(n_kv, workers, n_rep * tables.max_query_len)](
         part, lse, kv_lens, starts, out, num_seqs, PARTS=parts_at_once, **both, **shape, **compiler
@@ -408,14 +410,9 @@ def paged_attention_batch_triton(
 
 def _batch_triton(q, k_pool, v_pool, tables, n_rep, scale):
     capability, multiprocessors = _gpu(q.device)
-    head_dim, n_kv, num_seqs = q.shape[2], k_pool.shape[1], len(tables.kv_lens)
-    launch = launch_of("split", capability, head_dim, q.dtype)
-    if tables.max_query_len > max(launch.rows, next_power_of_2(n_rep)) // n_rep:
-        launch, workers = launch_of("prefill", capability, head_dim, q.dtype), 0
-    else:
-        tiles = num_seqs * -(-tables.max_kv_len // launch.tile)
-        workers = num_workers(multiprocessors, n_kv, num_seqs, tiles, launch.programs)
-        launch = launch if workers else launch_of("packed", capability, head_dim, q.dtype)
+    launch, workers = choose_launch(
+        tables, n_rep, k_pool.shape[1], q.shape[2], q.dtype, capability, multiprocessors
+    )
     overlap = capability >= (9, 0) and _can_overlap()
     with torch.cuda.device_of(q):
         return launch_batch(
