@@ -516,7 +516,7 @@ REVIEW = (
         "launcher checks the arguments and computes grid, strides and launch parameters.",
     ),
     (
-        "Phase 2. Which of its promises are exact, and which hold within a tolerance?",
+        "Phase 2. Which promises of paged attention are exact, and which hold within a tolerance?",
         "What is moved is exact: scatter, gather, a block's reuse. What is summed in another order "
         "is within attention's tolerance: kernel, splits, merge. Greedy tokens in float32 are "
         "equal on the reference prompts.",
