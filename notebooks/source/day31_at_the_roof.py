@@ -48,7 +48,8 @@ today.picture("roofline-steps")
 # early, and how many bytes? One product answers both, and it holds for every GPU.
 #
 # The faster the kernel, the more the work around it counts: Python checks the arguments and launches, in every
-# layer of every token. The second half of the day removes that work too.
+# layer of every token. The second half of the day removes that work too. It begins at "Record once, replay many
+# times": a good place for a pause.
 
 # %%
 today.glossary(
@@ -67,8 +68,8 @@ today.glossary(
 # This is **Little's law**, and it holds for every queue. If ten people arrive per minute and each stays for five
 # minutes, then 50 people are inside.
 #
-# The recorded GPU has 132 multiprocessors. Assume a latency of 600 ns. How many KiB must each multiprocessor have
-# in flight, so that the memory is never idle?
+# The recorded GPU reads 4.5 TB in a second (Day 27), and it has 132 multiprocessors. Assume a latency of 600 ns. How
+# many KiB must each multiprocessor have in flight, so that the memory is never idle?
 
 # %%
 today.predict("flight", "KiB in flight for each multiprocessor?", guess=None, low=0)
@@ -178,11 +179,11 @@ def bytes_in_flight(tile, num_stages, head_dim, itemsize, programs, shared) -> i
 # %% [markdown]
 # ## Prove it: what the compiler does
 #
-# Is it true that a tile ahead takes two stages? A compiler needs no GPU (Day 23). So compile the kernel for two
-# GPUs, and look at the shared memory of a program, by its number of stages:
+# Is it true that a tile ahead takes two stages? A compiler needs no GPU. As on Day 23, `shared_memory` names the types
+# of all arguments and compiles the kernel for a target:
 
-# %% jupyter={"source_hidden": true}
-# compiles packed_kernel for a GPU that need not be here
+
+# %%
 import os
 
 from nanoserve.kernels.dispatch import has_triton
@@ -208,6 +209,9 @@ def shared_memory(capability, stages, tile=64, head_dim=128):
     options = {"num_warps": 4, "num_stages": stages}
     return compile(source, GPUTarget("cuda", capability, 32), options).metadata.shared
 
+
+# %% [markdown]
+# The shared memory of a program, for two GPUs and by the number of stages:
 
 # %% tags=["nbval-ignore-output"]
 able = has_triton() and os.environ.get("TRITON_INTERPRET") != "1"
@@ -258,11 +262,11 @@ ax.set(xticks=choices, xlim=(0.5, 8.2))
 fig
 
 # %% [markdown]
-# Above the line, the memory need not be idle: the law says no more. It does not say which choice above the line is
-# the best one. A large tile wastes more at the end of a sequence. Many stages leave less shared memory for other
-# programs. More warps share the arithmetic of one tile, and wait for one another. So the last step is to measure.
-
-# %% [markdown]
+# Above the line, enough bytes are in flight to keep the memory busy. The law does not say which of these choices is the
+# best. A large tile wastes more at the end of a sequence. Many stages leave less shared memory for other programs:
+# with 128 keys, 5 stages have no more bytes in flight than 3, because the second program no longer fits. More warps
+# share the arithmetic of one tile, and wait for one another. So the last step is to measure.
+#
 # ## Your turn: `newest_row`
 #
 # The best parameters that were measured stand in a table, by compute capability. Not every GPU has a row. The rule: a
@@ -295,8 +299,9 @@ def newest_row(rows, capability):
 
 # %% [markdown]
 # The package's table has two keys more: the kernel, and the largest `head_dim`, since a wider key needs more shared
-# memory. Read the comments: they say what chose a row. In float32 one row serves all GPUs: tensor cores would round
-# the products to TF32, so the kernel does not use them, and arithmetic is its limit.
+# memory. Unfold the cell below and read the comments: they say what chose a row. In float32 one row serves all GPUs.
+# Tensor cores would round the factors to 10 bits after the point (TF32), so the kernel does not use them, and
+# arithmetic is its limit.
 
 # %%
 from dataclasses import dataclass
@@ -783,12 +788,13 @@ assert all(seconds > 0 for seconds in times.values())
 # is Day 29's kernel without a split, and `split_kv` is what the engine runs: all of Days 29 to 31. The times include
 # the merge, and the inputs are rotated so that the L2 cache does not hold them.
 #
-# Before you look: seven of the shapes read 100 MB or more, and one reads 8 MB. Which share of the peak
-# bandwidth does that one reach, in percent?
+# Before you look: with SmolLM2's heads, 64 sequences of 2,048 tokens are 192 programs of Day 29's grid, one or two for
+# each multiprocessor. Day 29's plot has the packed kernel's share of the peak bandwidth there, and Day 27's has SDPA's.
+# How many percent does the engine's kernel reach, with the history split?
 
 # %%
 today.predict(
-    "small", "1 x 4,096 tokens: percent of the peak bandwidth?", guess=None, low=0, high=100
+    "smollm2", "64 x 2,048, 9/3 x 64: percent of the peak bandwidth?", guess=None, low=0, high=100
 )
 
 # %%
@@ -812,8 +818,9 @@ print(f"split_kv has {min(of_sdpa):.0%} to {max(of_sdpa):.0%} of SDPA's speed")
 assert all(share(shape, "split_kv") > share(shape, "day22") for shape in shapes)
 long, packed, day22 = (share("1 x 65,536, 32/8 x 128", p) for p in ("split_kv", "packed", "day22"))
 assert long > 10 * packed and packed < day22
-if (guess := today.guess("small")) is not None:
-    print(f"your guess for the last shape: {guess:g}%")
+assert share("64 x 2,048, 9/3 x 64", "split_kv") > share("64 x 2,048, 9/3 x 64", "packed")
+if (guess := today.guess("smollm2")) is not None:
+    print(f"your guess for SmolLM2's heads: {guess:g}%")
 
 # %% jupyter={"source_hidden": true}
 # Draws the plot: each shape's share of the peak bandwidth, by code path
@@ -834,8 +841,8 @@ for path in (path for path in LOOKS if path in paths):
     where = "left" if path in ("packed", "split_kv") else "right"
     label_line(ax, x[named], y[named], name, COLOURS[colour], where)
 ax.axvline(1, color=COLOURS["limit"], linewidth=1.5)
-if (guess := today.guess("small")) is not None:
-    prediction_marker(ax, guess / 100, shapes.index("1 x 4,096, 32/8 x 64"))
+if (guess := today.guess("smollm2")) is not None:
+    prediction_marker(ax, guess / 100, shapes.index("64 x 2,048, 9/3 x 64"))
 ax.set(
     yticks=range(len(shapes)), yticklabels=shapes, xlim=(0, 1.05), ylim=(len(shapes) - 0.5, -0.8)
 )
@@ -933,7 +940,7 @@ else:
 
 # %% [markdown]
 # On a CPU, the launcher switches tlsim's replay on. The first call of a kind is recorded; a later call with the same
-# shapes finds the recording.
+# shapes finds the recording. To count the recordings, the cell puts `keep` in the place of the class that makes them.
 
 # %%
 from unittest.mock import patch
@@ -962,8 +969,8 @@ assert captured and again and len(made) == 1
 
 # %% [markdown]
 # The same recording served other queries, other lengths and other blocks. It is a flat list of torch calls. The
-# kernel's own Python and the types of the simulator are gone. (Calls that depend on the tables alone stand in a
-# function of their own, which runs once for all layers of a step.)
+# kernel's own Python and the types of the simulator are gone. A second list, which is not printed here, holds the
+# calls that depend on the tables alone. It runs once for all layers of a step.
 
 # %% tags=["nbval-ignore-output"]
 source = made[0].source.splitlines()
@@ -973,7 +980,8 @@ for line in [source[first][:60] + " ...", "    ...", *source[-16:]]:
 print(len(source) - first, "lines")
 
 # %% [markdown]
-# How many times as fast is the replayed launch?
+# How many times as fast is the replayed launch? (The tile has 4 rows here: three heads of one query. The 16 rows of
+# Day 29 are for tensor cores, and tlsim has none.)
 
 # %%
 today.predict("replay", "Time of an ordinary launch over a replayed one?", guess=None, low=0)
