@@ -984,6 +984,8 @@ def take(flat: torch.Tensor, at: torch.Tensor, width: int, shape: tuple, masked:
     """Rows of `width` neighbours in flat, from the offsets `at` on, viewed as shape. Of a masked
     row, the lanes outside flat give any number."""
     try:
+        if masked and flat.is_cuda:  # a GPU reports an index outside too late to catch
+            raise IndexError
         return flat.unfold(0, width, 1).index_select(0, at).view(shape)  # all rows, by their start
     except (IndexError, RuntimeError):  # a row is partly outside
         if not masked:
