@@ -55,7 +55,7 @@ today.glossary(
     "Q4_1",
     "dequantise",
     "nibble",
-    "group",
+    "group of 32",
     "outlier",
     "round to nearest",
     "perplexity",
