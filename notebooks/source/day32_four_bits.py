@@ -55,7 +55,7 @@ today.glossary(
     "Q4_1",
     "dequantise",
     "nibble",
-    "group of 32",
+    "block scale",
     "outlier",
     "round to nearest",
     "perplexity",
