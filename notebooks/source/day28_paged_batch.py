@@ -72,7 +72,7 @@ print(f"{padded:,} rows with padding, {packed} without: {padded / packed:.0f} ti
 #
 # ## The tables of a batch
 #
-# Attention gets three small tensors and three numbers:
+# Attention gets three small tensors and four numbers:
 #
 # | field | shape | meaning |
 # | --- | --- | --- |
@@ -81,9 +81,11 @@ print(f"{padded:,} rows with padding, {packed} without: {padded / packed:.0f} ti
 # | `query_starts` | `[num_seqs + 1]` | sequence i has the rows `query_starts[i]` to `query_starts[i + 1]` of q |
 # | `block_size` | a number | slots in a block |
 # | `max_query_len`, `max_kv_len` | numbers | upper bounds of every query_len and kv_len |
+# | `total_kv_len` | a number, or None | the sum of the kv_lens, if the host knows it |
 #
 # Why the bounds? A launch needs to know how many programs to start. On a GPU, reading a number from a tensor
-# waits until the GPU has finished all its work, so the host passes bounds that it has already.
+# waits until the GPU has finished all its work, so the host passes bounds that it has already. (Day 31 uses the sum:
+# it shows whether the lengths are about equal.)
 
 # %%
 from collections.abc import Callable, Sequence
@@ -107,6 +109,8 @@ class PagedTables:
     [num_seqs + 1]: the queries of sequence i are the rows query_starts[i] to query_starts[i + 1] of
     q, and its last positions. block_size: slots in a block. max_query_len and max_kv_len: integers
     on the host, upper bounds of every query_len and kv_len, so that a launch reads no tensor.
+    total_kv_len: the sum of the kv_lens as the host knows it, from which a launch tells whether the
+    lengths are about equal; None: as if all were max_kv_len.
     """
 
     block_tables: torch.Tensor
@@ -115,6 +119,7 @@ class PagedTables:
     block_size: int
     max_query_len: int
     max_kv_len: int
+    total_kv_len: int | None = None
 
 
 # %% [markdown]
@@ -641,6 +646,7 @@ class PagedBatch:
             block_size=size,
             max_query_len=max(query_lens),
             max_kv_len=max(self._ends),
+            total_kv_len=sum(self._ends),
         )
 
 

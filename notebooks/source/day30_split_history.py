@@ -278,7 +278,7 @@ def share_keys(kv_len_ptr, num_seqs, workers, TILE: tl.constexpr, SEQS: tl.const
     kv_lens = tl.load(kv_len_ptr + i, mask=i < num_seqs, other=0)
     tiles = tl.where(i < num_seqs, tl.maximum(tl.cdiv(kv_lens, TILE), 1), 0)
     ends = tl.cumsum(tiles, axis=0)
-    total = tl.max(ends, axis=0)
+    total = tl.sum(tiles, axis=0)
     return kv_lens, ends - tiles, ends, total, tl.cdiv(total, workers)
 
 
@@ -409,8 +409,10 @@ def merge_kernel(
     token = tl.load(start_ptr + tl.maximum(seq, 0)) + row // N_REP
     used = (token < tl.load(start_ptr + tl.maximum(seq, 0) + 1)) & (last > worker)
     dim = tl.arange(0, BLOCK_D)
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
+    if OVERLAP:  # wait for the parts. Worker 0 always waits, so that the merge never ends first
+        waits = (last > worker) | (worker == 0)
+        if waits:
+            tl.extra.cuda.gdc_wait()
     m = tl.full((1,), -1e30, tl.float32)
     l = tl.zeros((1,), tl.float32)
     acc = tl.zeros((BLOCK_D,), tl.float32)

@@ -299,16 +299,22 @@ def newest_row(rows, capability):
 
 # %% [markdown]
 # The package's table has two keys more: the kernel, and the largest `head_dim`, since a wider key needs more shared
-# memory. Unfold the cell below and read the comments: they say what chose a row. In float32 one row serves all GPUs.
+# memory. "packed" and "waves" are both Day 29's kernel without a split: with "packed" all programs run at once, with
+# "waves" there are more programs than the GPU runs at once. `choose_launch` takes the row of a batch. Unfold the cell
+# below and read the comments: they say what chose a row. In float32 one row serves all GPUs.
 # Tensor cores would round the factors to 10 bits after the point (TF32), so the kernel does not use them, and
 # arithmetic is its limit.
 
 # %%
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from nanoserve.kernels.reference import PagedTables
+from nanoserve.kernels.sizes import next_power_of_2
+from nanoserve.kernels.split_kv import num_workers
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/kernels/split_kv.py: Launch, LAUNCHES, FLOAT32, launch_of
+# lands in nanoserve/kernels/split_kv.py: Launch, LAUNCHES, FLOAT32, launch_of, choose_launch
 @dataclass(frozen=True)
 class Launch:
     """The launch parameters of a kernel.
@@ -331,15 +337,21 @@ class Launch:
 LAUNCHES = {
     ("split", (7, 5), 256): Launch(16, 32, 2, 2, programs=4),
     ("split", (8, 0), 256): Launch(16, 32, 1, 4, programs=4),
-    ("split", (9, 0), 64): Launch(16, 64, 1, 5, programs=3),  # 64 x 8,192: 93%; 2 warps: 92%
-    ("split", (9, 0), 256): Launch(16, 64, 2, 5, programs=2),  # 64 x 8,192: 96%; 1 warp: 95%
+    ("split", (9, 0), 64): Launch(16, 64, 1, 5, programs=3),  # 64 x 2,048: 72%; 2 warps: 66%
+    ("split", (9, 0), 128): Launch(16, 64, 2, 5, programs=2),  # 4 x 32,768: 93%; 1 warp: 91%
     ("packed", (7, 5), 256): Launch(16, 32, 2, 2),
     ("packed", (8, 0), 256): Launch(16, 32, 1, 4),
-    ("packed", (9, 0), 256): Launch(16, 32, 1, 4),  # 256 x 1,024: 95%; 8 stages: 93%
-    ("prefill", (7, 5), 256): Launch(64, 32, 4, 2),
-    ("prefill", (8, 0), 256): Launch(64, 64, 4, 2),
+    ("packed", (9, 0), 64): Launch(16, 64, 1, 5),  # 64 x 8,192: 97%; 2 warps: 96%
+    ("packed", (9, 0), 128): Launch(16, 64, 2, 4),  # 64 x 8,192: 98%; 1 warp, tile 32: 95%
+    ("waves", (7, 5), 256): Launch(16, 32, 2, 2),
+    ("waves", (8, 0), 256): Launch(16, 32, 1, 4),
+    ("waves", (9, 0), 128): Launch(16, 64, 2, 5),  # 256 x 1,024: 95%, ragged 89%; 4 stages: 83%
+    ("prefill", (7, 5), 128): Launch(64, 32, 4, 2),
+    ("prefill", (7, 5), 256): Launch(32, 16, 4, 2),
+    ("prefill", (8, 0), 128): Launch(64, 64, 4, 2),
+    ("prefill", (8, 0), 256): Launch(64, 32, 4, 2),
     ("prefill", (9, 0), 64): Launch(64, 128, 4, 2),  # 8,192 tokens: 0.73 of SDPA; tile 64: 0.71
-    ("prefill", (9, 0), 256): Launch(128, 128, 8, 3),  # 8,192 tokens: 0.59; 64 rows: 0.55
+    ("prefill", (9, 0), 128): Launch(128, 128, 8, 3),  # 8,192 tokens: 0.63; 64 rows: 0.55
 }
 FLOAT32 = Launch(16, 32, 4, 2, programs=2)  # every kernel's: tensor cores would round to TF32
 
@@ -347,12 +359,12 @@ FLOAT32 = Launch(16, 32, 4, 2, programs=2)  # every kernel's: tensor cores would
 def launch_of(
     kernel: str, capability: tuple[int, int], head_dim: int, dtype: torch.dtype
 ) -> Launch:
-    """The launch parameters for "split", "packed" or "prefill" on a GPU of a compute capability.
+    """The launch parameters of a kernel, by its name in LAUNCHES, on a GPU of a compute capability.
 
     The row is the newest that is not newer than the GPU. ValueError if there is none.
     """
     if dtype == torch.float32:
-        return FLOAT32
+        return FLOAT32 if head_dim <= 128 else replace(FLOAT32, tile=16)
     rows = [
         (since, -widest, launch)
         for (name, since, widest), launch in LAUNCHES.items()
@@ -366,13 +378,45 @@ def launch_of(
     return max(rows, key=lambda row: row[:2])[2]
 
 
+def choose_launch(
+    tables: PagedTables,
+    n_rep: int,
+    n_kv: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    capability: tuple[int, int],
+    multiprocessors: int,
+) -> tuple[Launch, int]:
+    """The launch parameters of a batch, and the number of workers; 0 workers: no split.
+
+    Queries that need more than one tile are a prefill. Otherwise num_workers decides, with two
+    exceptions. Sequences of about equal length that make three or four programs for each
+    multiprocessor are not split: these programs run all at once, and end together. And there is no
+    worker without tiles: 48 workers of 64 tiles would have two each, so 32 workers are enough.
+    """
+    num_seqs = len(tables.kv_lens)
+    split = launch_of("split", capability, head_dim, dtype)
+    if tables.max_query_len > max(split.rows, next_power_of_2(n_rep)) // n_rep:
+        return launch_of("prefill", capability, head_dim, dtype), 0
+    longest = num_seqs * tables.max_kv_len
+    even = tables.total_kv_len is None or tables.total_kv_len >= 0.9 * longest
+    if even and 3 * multiprocessors <= num_seqs * n_kv <= 4 * multiprocessors:
+        return launch_of("packed", capability, head_dim, dtype), 0
+    tiles = num_seqs * max(1, -(-tables.max_kv_len // split.tile))
+    workers = num_workers(multiprocessors, n_kv, num_seqs, tiles, split.programs)
+    if not workers:
+        return launch_of("waves", capability, head_dim, dtype), 0
+    share = -(-tiles // workers)
+    return split, -(-tiles // share)
+
+
 # %%
 for capability, name in (((7, 5), "T4"), ((8, 9), "L4"), ((9, 0), "H200"), ((12, 0), "RTX 5090")):
     found = launch_of("split", capability, 128, torch.bfloat16)
     rows = [
         (since, launch)
         for (kernel, since, widest), launch in LAUNCHES.items()
-        if kernel == "split" and widest == 256
+        if kernel == "split" and widest >= 128
     ]
     print(f"{name:9} {found}: as your rule: {found == newest_row(rows, capability)}")
     assert found == newest_row(rows, capability)
@@ -404,14 +448,11 @@ from nanoserve.kernels.dispatch import (
 )
 from nanoserve.kernels.paged_attention import paged_attention_kernel
 from nanoserve.kernels.reference import (
-    PagedTables,
     by_sequence,
     paged_attention_batch_reference,
     paged_attention_reference,
     tolerance,
 )
-from nanoserve.kernels.sizes import next_power_of_2
-from nanoserve.kernels.split_kv import num_workers
 
 
 # %% jupyter={"source_hidden": true}
@@ -472,7 +513,9 @@ def launch_batch(
     kernels.split_kv_kernel[(n_kv, workers)](
         *inputs, out, part, lse, scale, num_seqs, *strides, **both, **sizes, **compiler
     )
-    parts_at_once = max(1, 4096 // shape["BLOCK_D"])  # what the registers of a warp hold
+    parts_at_once = min(  # what the registers of a warp hold; but no more than a sequence has
+        max(1, 4096 // shape["BLOCK_D"]), next_power_of_2(-(-workers // num_seqs) + 1)
+    )
     compiler = {"num_warps": 1} | ({"launch_pdl": True} if overlap else {})
     kernels.merge_kernel[(n_kv, workers, n_rep * tables.max_query_len)](
         part, lse, kv_lens, starts, out, num_seqs, PARTS=parts_at_once, **both, **shape, **compiler
@@ -483,9 +526,10 @@ def launch_batch(
 LOG2_E = math.log2(math.e)  # 2 ** (x * LOG2_E) is e ** x
 
 # %% [markdown]
-# With Triton, the launcher looks up the GPU's row. If the queries of each sequence fit in one tile, the history is
-# split, unless the sequences alone fill the GPU. If there are more queries, as in a prefill, the launch has no split and
-# larger tiles, because many queries share each key.
+# With Triton, `choose_launch` decides. If the queries of a sequence do not fit in one tile, as in a prefill, the launch
+# has no split and larger tiles, because many queries share each key. Otherwise Day 30's `num_workers` decides, with two
+# exceptions. Sequences of about equal length that make three or four programs for each multiprocessor are not split:
+# these programs run all at once, and end together. And no worker is left without a tile.
 #
 # Under tlsim each line of a kernel is one operation of torch for all programs, and warps and stages mean nothing. A
 # large tile needs fewer turns of the loop, and so fewer operations. Nothing is split, since there are no idle
@@ -512,14 +556,9 @@ def paged_attention_batch_triton(
 
 def _batch_triton(q, k_pool, v_pool, tables, n_rep, scale):
     capability, multiprocessors = _gpu(q.device)
-    head_dim, n_kv, num_seqs = q.shape[2], k_pool.shape[1], len(tables.kv_lens)
-    launch = launch_of("split", capability, head_dim, q.dtype)
-    if tables.max_query_len > max(launch.rows, next_power_of_2(n_rep)) // n_rep:
-        launch, workers = launch_of("prefill", capability, head_dim, q.dtype), 0
-    else:
-        tiles = num_seqs * -(-tables.max_kv_len // launch.tile)
-        workers = num_workers(multiprocessors, n_kv, num_seqs, tiles, launch.programs)
-        launch = launch if workers else launch_of("packed", capability, head_dim, q.dtype)
+    launch, workers = choose_launch(
+        tables, n_rep, k_pool.shape[1], q.shape[2], q.dtype, capability, multiprocessors
+    )
     overlap = capability >= (9, 0) and _can_overlap()
     with torch.cuda.device_of(q):
         return launch_batch(
@@ -888,8 +927,6 @@ today.picture("capture-replay")
 # of three sequences, at most 96 tokens each:
 
 # %%
-from dataclasses import replace
-
 random = torch.Generator().manual_seed(31)
 q = torch.randn(3, 6, 64, generator=random).to(device)  # 3 sequences, 6 query heads, 2 KV heads
 k_pool, v_pool = torch.randn(2, 40 * 16, 2, 64, generator=random).to(device)
