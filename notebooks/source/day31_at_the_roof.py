@@ -299,9 +299,10 @@ def newest_row(rows, capability):
 
 # %% [markdown]
 # The package's table has two keys more: the kernel, and the largest `head_dim`, since a wider key needs more shared
-# memory. Unfold the cell below and read the comments: they say what chose a row. In float32 one row serves all GPUs.
-# Tensor cores would round the factors to 10 bits after the point (TF32), so the kernel does not use them, and
-# arithmetic is its limit.
+# memory. "packed" and "waves" are both Day 29's kernel without a split: with "packed" all programs run at once, with
+# "waves" there are more programs than the GPU runs at once. Unfold the cell below and read the comments: they say
+# what chose a row. In float32 one row serves all GPUs. Tensor cores would round the factors to 10 bits after the
+# point (TF32), so the kernel does not use them, and arithmetic is its limit.
 
 # %%
 from dataclasses import dataclass, replace
@@ -959,8 +960,6 @@ today.picture("capture-replay")
 # of three sequences, at most 96 tokens each:
 
 # %%
-from dataclasses import replace
-
 random = torch.Generator().manual_seed(31)
 q = torch.randn(3, 6, 64, generator=random).to(device)  # 3 sequences, 6 query heads, 2 KV heads
 k_pool, v_pool = torch.randn(2, 40 * 16, 2, 64, generator=random).to(device)
