@@ -84,6 +84,8 @@ def take(flat: torch.Tensor, at: torch.Tensor, width: int, programs: int, masked
     shape = (programs, *(at.shape[1:] if width == 1 else (*at.shape[1:-1], width)))
     rows, at = programs // len(at), at.flatten()  # in one joined row
     try:
+        if masked and flat.is_cuda:  # a GPU reports an index outside too late to catch
+            raise IndexError
         data = flat.unfold(0, rows * width, 1).index_select(0, at)  # all rows, by their start
         data = data.view(-1, rows, width).transpose(0, 1) if rows > 1 else data
     except (IndexError, RuntimeError):  # a row is partly outside
