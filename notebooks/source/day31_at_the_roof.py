@@ -300,21 +300,16 @@ def newest_row(rows, capability):
 # %% [markdown]
 # The package's table has two keys more: the kernel, and the largest `head_dim`, since a wider key needs more shared
 # memory. "packed" and "waves" are both Day 29's kernel without a split: with "packed" all programs run at once, with
-# "waves" there are more programs than the GPU runs at once. `choose_launch` takes the row of a batch. Unfold the cell
-# below and read the comments: they say what chose a row. In float32 one row serves all GPUs.
-# Tensor cores would round the factors to 10 bits after the point (TF32), so the kernel does not use them, and
-# arithmetic is its limit.
+# "waves" there are more programs than the GPU runs at once. Unfold the cell below and read the comments: they say
+# what chose a row. In float32 one row serves all GPUs. Tensor cores would round the factors to 10 bits after the
+# point (TF32), so the kernel does not use them, and arithmetic is its limit.
 
 # %%
 from dataclasses import dataclass, replace
 
-from nanoserve.kernels.reference import PagedTables
-from nanoserve.kernels.sizes import next_power_of_2
-from nanoserve.kernels.split_kv import num_workers
-
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/kernels/split_kv.py: Launch, LAUNCHES, FLOAT32, launch_of, choose_launch
+# lands in nanoserve/kernels/split_kv.py: Launch, LAUNCHES, FLOAT32, launch_of
 @dataclass(frozen=True)
 class Launch:
     """The launch parameters of a kernel.
@@ -378,6 +373,37 @@ def launch_of(
     return max(rows, key=lambda row: row[:2])[2]
 
 
+# %%
+for capability, name in (((7, 5), "T4"), ((8, 9), "L4"), ((9, 0), "H200"), ((12, 0), "RTX 5090")):
+    found = launch_of("split", capability, 128, torch.bfloat16)
+    rows = [
+        (since, launch)
+        for (kernel, since, widest), launch in LAUNCHES.items()
+        if kernel == "split" and widest >= 128
+    ]
+    print(f"{name:9} {found}: as your rule: {found == newest_row(rows, capability)}")
+    assert found == newest_row(rows, capability)
+
+# %% [markdown]
+# ## Split, or not?
+#
+# Yesterday's rule splits a batch unless its sequences make eight programs for each multiprocessor. The sweep on the
+# H200 showed one more case. Take 64 sequences of 8,192 tokens with 8 KV heads: 512 programs, four for each
+# multiprocessor. All of them run at once. If their sequences are equally long, they also end together, and a split
+# can only add the work of the merge: 97% of the bandwidth with it, 98% without. If the lengths differ, most
+# programs end early and the GPU runs half empty: there the split keeps 93%, and without it 70% remain.
+#
+# So the host must know whether the lengths are about equal. It may not read `kv_lens` from the GPU, which would
+# wait. But it made the lengths itself, so it knows their sum: `PagedTables.total_kv_len`.
+
+# %%
+from nanoserve.kernels.reference import PagedTables
+from nanoserve.kernels.sizes import next_power_of_2
+from nanoserve.kernels.split_kv import num_workers
+
+
+# %% jupyter={"source_hidden": true}
+# lands in nanoserve/kernels/split_kv.py: choose_launch
 def choose_launch(
     tables: PagedTables,
     n_rep: int,
@@ -411,15 +437,25 @@ def choose_launch(
 
 
 # %%
-for capability, name in (((7, 5), "T4"), ((8, 9), "L4"), ((9, 0), "H200"), ((12, 0), "RTX 5090")):
-    found = launch_of("split", capability, 128, torch.bfloat16)
-    rows = [
-        (since, launch)
-        for (kernel, since, widest), launch in LAUNCHES.items()
-        if kernel == "split" and widest >= 128
-    ]
-    print(f"{name:9} {found}: as your rule: {found == newest_row(rows, capability)}")
-    assert found == newest_row(rows, capability)
+def decode_tables(kv_lens: list[int]) -> PagedTables:
+    """Tables of a decode step; a launch is chosen from their sizes only."""
+    blocks = torch.zeros(len(kv_lens), 1, dtype=torch.int32)
+    lens = torch.tensor(kv_lens, dtype=torch.int32)
+    starts = torch.arange(len(kv_lens) + 1, dtype=torch.int32)
+    return PagedTables(blocks, lens, starts, 16, 1, max(kv_lens), sum(kv_lens))
+
+
+batches = {
+    "64 of 8,192 tokens": [8_192] * 64,
+    "64 of 128 to 8,192": list(range(128, 8_193, 128)),
+    "256 of 1,024 tokens": [1_024] * 256,
+    "1 of 65,536 tokens": [65_536],
+}
+for name, kv_lens in batches.items():
+    row, workers = choose_launch(
+        decode_tables(kv_lens), 4, 8, 128, torch.bfloat16, (9, 0), multiprocessors=132
+    )
+    print(f"{name:20} {f'{workers} workers' if workers else 'no split':10} {row}")
 
 # %% [markdown]
 # ## The launchers
@@ -526,10 +562,7 @@ def launch_batch(
 LOG2_E = math.log2(math.e)  # 2 ** (x * LOG2_E) is e ** x
 
 # %% [markdown]
-# With Triton, `choose_launch` decides. If the queries of a sequence do not fit in one tile, as in a prefill, the launch
-# has no split and larger tiles, because many queries share each key. Otherwise Day 30's `num_workers` decides, with two
-# exceptions. Sequences of about equal length that make three or four programs for each multiprocessor are not split:
-# these programs run all at once, and end together. And no worker is left without a tile.
+# With Triton, `choose_launch` decides. A prefill has no split and larger tiles, because many queries share each key.
 #
 # Under tlsim each line of a kernel is one operation of torch for all programs, and warps and stages mean nothing. A
 # large tile needs fewer turns of the loop, and so fewer operations. Nothing is split, since there are no idle
@@ -595,17 +628,23 @@ def paged_attention_batch_tlsim(
 
     Arguments and result as for paged_attention_batch_reference; ValueError as for check_batch.
     """
+    integers = tables.block_tables, tables.kv_lens, tables.query_starts
+    graph = _graph_of(q, k_pool, v_pool, integers, tables, n_rep, scale)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    if graph.replay(q, k_pool, v_pool, out):
+        return out
     check_batch(q, k_pool, v_pool, tables, n_rep)
-    return _batch_tlsim(q, k_pool, v_pool, tables, n_rep, scale)
+    return _batch_tlsim(q, k_pool, v_pool, tables, n_rep, scale, graph)
 
 
-def _batch_tlsim(q, k_pool, v_pool, tables, n_rep, scale):
+def _batch_tlsim(q, k_pool, v_pool, tables, n_rep, scale, graph):
     rows = next_power_of_2(n_rep * tables.max_query_len)
     rows = min(rows, max(128, next_power_of_2(n_rep)))
     tile = min(512 if rows < 128 else 256, max(16, next_power_of_2(tables.max_kv_len)))
     n_kv = k_pool.shape[1]
     wave = n_kv * max(1, LANES // (rows * tile * n_kv))  # the programs of whole tiles of queries
-    with tlsim.options(checks=False, replay=True, wave=wave):
+    graph = True if scale is not None and scale <= 0 else graph  # the launch replaces q
+    with tlsim.options(checks=False, replay=graph, wave=wave):
         return launch_batch(
             _simulated_kernels(), q, k_pool, v_pool, tables, n_rep, scale, Launch(rows, tile, 1, 1)
         )
@@ -680,15 +719,22 @@ def paged_attention_tlsim(
 
     Arguments and result as for paged_attention_reference; ValueError as for check_attention.
     """
-    check_attention(q, k_pool, v_pool, slot_mapping, n_rep)
     if _kernel.get() == "day22":
+        check_attention(q, k_pool, v_pool, slot_mapping, n_rep)
         programs = min(q.shape[1] * q.shape[2], 512)
         tile = next_power_of_2(min(len(slot_mapping), 512, (1 << 15) // programs))
         with tlsim.options(checks=False, wave=512):
             kernel = _simulated(paged_attention_kernel)
             return launch(kernel, q, k_pool, v_pool, slot_mapping, n_rep, scale, tile)
-    tables = _once(_tables_of, slot_mapping, q.shape[2])
-    return _one_sequence(_batch_tlsim(_packed(q), k_pool, v_pool, tables, n_rep, scale))
+    graph = _graph_of(q, k_pool, v_pool, (slot_mapping,), slot_mapping, n_rep, scale)
+    if graph.run is None:
+        check_attention(q, k_pool, v_pool, slot_mapping, n_rep)
+    q = _packed(q)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    if not graph.replay(q, k_pool, v_pool, out):
+        tables = _once(_tables_of, slot_mapping, len(q))
+        out = _batch_tlsim(q, k_pool, v_pool, tables, n_rep, scale, graph)
+    return _one_sequence(out)
 
 
 _simulated = cache(tlsim.jit)  # reads the source of a kernel once
