@@ -402,7 +402,7 @@ from nanoserve.kernels.sizes import next_power_of_2
 from nanoserve.kernels.split_kv import num_workers
 
 
-# %% jupyter={"source_hidden": true}
+# %%
 # lands in nanoserve/kernels/split_kv.py: choose_launch
 def choose_launch(
     tables: PagedTables,
