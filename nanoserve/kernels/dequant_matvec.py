@@ -1,0 +1,277 @@
+"""Products with weights in four bits, which are unpacked in registers.
+
+A weight [out, in] is numbers uint8 [out, in / 2], and scales and minimums bfloat16 [out, in / 32]:
+value = number * scale + minimum. The low four bits of byte j are number 2j, the high ones 2j + 1.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from types import SimpleNamespace
+
+import torch
+
+from nanoserve.kernels import tlsim
+from nanoserve.kernels.dispatch import DTYPES, _gpu, select_backend
+from nanoserve.kernels.sizes import next_power_of_2
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # macOS and Windows have no Triton: tlsim replaces it
+    from nanoserve.kernels import tlsim as triton
+    from nanoserve.kernels.tlsim import language as tl
+
+GROUP = 32  # numbers that share a scale and a minimum
+MOST_ROWS = 16
+
+
+@triton.jit
+def dequant_matvec_kernel(
+    x_ptr,  # [rows, in]
+    word_ptr,  # int32 [out, in / 8], contiguous: 8 numbers each, the first in the lowest bits
+    scale_ptr,  # [out, in / 32], contiguous
+    minimum_ptr,  # [out, in / 32], contiguous
+    y_ptr,  # [rows, out], contiguous
+    num_out,
+    x_row,
+    IN: tl.constexpr,
+    OUT: tl.constexpr,  # results of one iteration of the loop
+    WORDS: tl.constexpr,  # in / 8, padded to a power of two
+    OVERLAP: tl.constexpr,  # start the next kernel early (CUDA's programmatic dependent launch)
+):
+    """y = x @ weight.T, row by row. Programs: [at most out / OUT, rows]. Sums in float32.
+
+    Bits 4i to 4i + 3 of a word, the others 0, are as a float32 the subnormal number
+    q * 2**(4i - 149): no conversion is needed. x has the factor 2**(88 - 4i), so that a product is
+    q * x * 2**-61. This is exact for x from 2**-65 to 2**35.
+    """
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    lane, i = tl.arange(0, WORDS), tl.arange(0, 8)
+    used = lane < IN // 8
+    x_at = x_ptr + tl.program_id(1) * x_row + lane[:, None] * 8 + i[None, :]
+    x = tl.load(x_at, mask=used[:, None], other=0.0).to(tl.float32)  # [WORDS, 8]
+    total = tl.sum(x, axis=1) * 2.0**-61
+    # The third axis of the grid has one program, so this adds 0. But it hides from the compiler that
+    # words are neighbours. Else a thread would load four, and x would pass through shared memory.
+    word = lane.to(tl.int64) + tl.program_id(2)
+    group = (lane // 4).to(tl.int64) + tl.program_id(2)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(num_out, OUT), tl.num_programs(0)):
+        out = (tile * OUT + tl.arange(0, OUT)).to(tl.int64)
+        mask = (out < num_out)[:, None] & used[None, :]
+        words = tl.load(word_ptr + (out * (IN // 8))[:, None] + word[None, :], mask, 0)
+        at = (out * (IN // 32))[:, None] + group[None, :]
+        scale = tl.load(scale_ptr + at, mask, 0.0).to(tl.float32)
+        minimum = tl.load(minimum_ptr + at, mask, 0.0).to(tl.float32)
+        dot = tl.zeros((OUT, WORDS), tl.float32)
+        for k in tl.static_range(8):
+            x_k = tl.sum(tl.where(i[None, :] == k, x, -0.0), axis=1)  # column k: -0.0 changes no sum
+            if k < 5:
+                bits = words & (15 << (4 * k))
+                x_k = x_k * 2.0 ** (88 - 4 * k)
+            else:  # a float32 has 23 bits for its digits
+                bits = (words >> 12) & (15 << (4 * k - 12))
+                x_k = x_k * 2.0 ** (100 - 4 * k)
+            dot += bits.to(tl.float32, bitcast=True) * x_k[None, :]
+        y = tl.sum(scale * dot + minimum * total[None, :], axis=1) * 2.0**61
+        tl.store(y_ptr + tl.program_id(1).to(tl.int64) * num_out + out, y, mask=out < num_out)
+
+
+@triton.jit
+def dequant_rows_kernel(
+    x_ptr,  # as for dequant_matvec_kernel
+    word_ptr,
+    scale_ptr,
+    minimum_ptr,
+    y_ptr,
+    num_out,
+    x_row,
+    rows,
+    IN: tl.constexpr,
+    ROWS: tl.constexpr,  # rows, padded to 16
+    OUT: tl.constexpr,
+    WORDS: tl.constexpr,  # words of one iteration of the loop
+):
+    """y = x @ weight.T for 2 to 16 rows, by tensor cores. Programs: [out / OUT].
+
+    Values are rounded to x's dtype, as in a dequantised weight. Sums in float32.
+    """
+    out = (tl.program_id(0) * OUT + tl.arange(0, OUT)).to(tl.int64)
+    row = tl.arange(0, ROWS)
+    acc = tl.zeros((OUT, ROWS), tl.float32)
+    for start in range(0, IN // 8, WORDS):
+        word = start + tl.arange(0, WORDS)
+        used = word < IN // 8
+        mask = (out < num_out)[:, None] & used[None, :]
+        words = tl.load(word_ptr + (out * (IN // 8))[:, None] + word[None, :], mask, 0)
+        at = (out * (IN // 32))[:, None] + (word // 4)[None, :]
+        scale = tl.load(scale_ptr + at, mask, 0.0).to(tl.float32)
+        minimum = tl.load(minimum_ptr + at, mask, 0.0).to(tl.float32)
+        x_at = x_ptr + (row * x_row)[None, :] + (word * 8)[:, None]
+        x_mask = used[:, None] & (row < rows)[None, :]
+        for k in tl.static_range(8):
+            x = tl.load(x_at + k, x_mask, 0.0)  # [WORDS, ROWS]
+            number = (words >> (4 * k)) & 15
+            values = (number.to(tl.float32) * scale + minimum).to(x.dtype)
+            acc = tl.dot(values, x, acc, input_precision="ieee")
+    y_at = y_ptr + (row * num_out)[None, :] + out[:, None]
+    tl.store(y_at, acc, mask=(out < num_out)[:, None] & (row < rows)[None, :])
+
+
+@dataclass(frozen=True)
+class MatvecLaunch:
+    """The launch parameters of a product with a weight in four bits.
+
+    out: rows of the weight in one iteration, or one program; num_warps of 32 threads compute them.
+    programs: at most so many for each multiprocessor; 0: as many as there is work for. words:
+    those of one iteration of dequant_rows_kernel.
+    """
+
+    out: int
+    num_warps: int
+    programs: int = 0
+    words: int = 0
+
+
+# By compute capability: the newest row that is not newer than the GPU.
+ONE_ROW = {(7, 5): MatvecLaunch(8, 2)}
+MORE_ROWS = {(7, 5): MatvecLaunch(32, 4, words=64)}
+
+
+def dequant_matvec(
+    x: torch.Tensor, numbers: torch.Tensor, scales: torch.Tensor, minimums: torch.Tensor
+) -> torch.Tensor:
+    """x [rows, in] times a weight [out, in] in four bits -> [rows, out], for 1 to 16 rows.
+
+    The weight is as this file's first lines say; x may have any strides. The backend is that of
+    select_backend for x's device. Raises ValueError as check_matvec and select_backend do.
+    """
+    check_matvec(x, numbers, scales, minimums)
+    backend = select_backend(x.device)
+    if backend == "triton":
+        return dequant_matvec_triton(x, numbers, scales, minimums)
+    if backend == "tlsim":
+        return dequant_matvec_tlsim(x, numbers, scales, minimums)
+    return dequant_matvec_reference(x, numbers, scales, minimums)
+
+
+def check_matvec(
+    x: torch.Tensor, numbers: torch.Tensor, scales: torch.Tensor, minimums: torch.Tensor
+) -> None:
+    """Raise a ValueError that names the argument if a kernel would compute a wrong result."""
+    if x.dim() != 2 or not 1 <= len(x) <= MOST_ROWS:
+        raise ValueError(f"x must be [rows, in] with 1 to {MOST_ROWS} rows, got {list(x.shape)}")
+    if x.dtype not in DTYPES:
+        raise ValueError(f"x must be float32, float16 or bfloat16, got {x.dtype}")
+    width = x.shape[1]
+    if width == 0 or width % GROUP:
+        raise ValueError(f"x's `in` must be a multiple of {GROUP}, got {width}")
+    if numbers.dtype != torch.uint8 or numbers.dim() != 2 or numbers.shape[1] != width // 2:
+        raise ValueError(
+            f"numbers must be uint8 [out, {width // 2}] as x has {width} columns, got "
+            f"{numbers.dtype} {list(numbers.shape)}"
+        )
+    shape = (len(numbers), width // GROUP)
+    for name, part in (("scales", scales), ("minimums", minimums)):
+        if part.dtype != torch.bfloat16 or part.shape != shape:
+            raise ValueError(
+                f"{name} must be bfloat16 {list(shape)}, got {part.dtype} {list(part.shape)}"
+            )
+    for name, part in (("numbers", numbers), ("scales", scales), ("minimums", minimums)):
+        if part.device != x.device:
+            raise ValueError(f"{name} is on {part.device}, but x is on {x.device}")
+        if not part.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, got strides {list(part.stride())}")
+    if numbers.storage_offset() % 4:
+        raise ValueError("numbers must begin at a multiple of 4 bytes: kernels read 4 at a time")
+
+
+def dequant_matvec_reference(
+    x: torch.Tensor, numbers: torch.Tensor, scales: torch.Tensor, minimums: torch.Tensor
+) -> torch.Tensor:
+    """The oracle: dequantise the whole weight in float32, multiply, and round to x's dtype."""
+    bits = torch.stack([numbers & 15, numbers >> 4], dim=-1)  # [out, in / 2, 2]
+    groups = bits.view(*scales.shape, GROUP).float()
+    weight = groups * scales.float()[..., None] + minimums.float()[..., None]
+    return (x.float() @ weight.flatten(1).T).to(x.dtype)
+
+
+def launch_matvec(
+    kernels: object,
+    x: torch.Tensor,
+    numbers: torch.Tensor,
+    scales: torch.Tensor,
+    minimums: torch.Tensor,
+    launch: MatvecLaunch,
+    multiprocessors: int = 0,
+    overlap: bool = False,
+) -> torch.Tensor:
+    """Launch dequant_matvec_kernel, or dequant_rows_kernel if `launch` has words.
+
+    `kernels` has the two under these names, jitted by Triton or by tlsim. `overlap` starts the next
+    kernel early, which needs compute capability 9.0. Other arguments and result as for
+    dequant_matvec.
+    """
+    (rows, width), num_out = x.shape, len(numbers)
+    x = x if x.stride(1) == 1 else x.contiguous()
+    y = torch.empty(rows, num_out, dtype=x.dtype, device=x.device)
+    arguments = (x, numbers.view(torch.int32), scales, minimums, y, num_out, x.stride(0))
+    tiles = -(-num_out // launch.out)
+    sizes = {"IN": width, "OUT": launch.out, "num_warps": launch.num_warps}
+    if launch.words:
+        kernels.dequant_rows_kernel[(tiles,)](
+            *arguments, rows, ROWS=MOST_ROWS, WORDS=launch.words, **sizes
+        )
+        return y
+    programs = min(tiles, launch.programs * multiprocessors or tiles)
+    pdl = {"launch_pdl": True} if overlap else {}
+    kernels.dequant_matvec_kernel[(programs, rows)](
+        *arguments, WORDS=next_power_of_2(width // 8), OVERLAP=overlap, **sizes, **pdl
+    )
+    return y
+
+
+def matvec_launch(
+    rows: int, width: int, num_out: int, capability: tuple[int, int]
+) -> MatvecLaunch:
+    """The launch parameters on a GPU of a compute capability."""
+    table = ONE_ROW if rows == 1 else MORE_ROWS
+    return table[max(since for since in table if since <= capability)]
+
+
+def dequant_matvec_triton(
+    x: torch.Tensor, numbers: torch.Tensor, scales: torch.Tensor, minimums: torch.Tensor
+) -> torch.Tensor:
+    """The kernels by Triton: compiled, or interpreted. Arguments as for dequant_matvec."""
+    capability, multiprocessors = _gpu(x.device)
+    launch = matvec_launch(*x.shape, len(numbers), capability)
+    with torch.cuda.device_of(x):
+        return launch_matvec(
+            _compiled_kernels(), x, numbers, scales, minimums, launch, multiprocessors
+        )
+
+
+def dequant_matvec_tlsim(
+    x: torch.Tensor, numbers: torch.Tensor, scales: torch.Tensor, minimums: torch.Tensor
+) -> torch.Tensor:
+    """The kernels under tlsim, without tlsim's checks. Arguments as for dequant_matvec."""
+    words = min(64, max(16, next_power_of_2(x.shape[1] // 8))) if len(x) > 1 else 0
+    with tlsim.options(checks=False, wave=32):
+        return launch_matvec(
+            _simulated_kernels(), x, numbers, scales, minimums, MatvecLaunch(16, 1, words=words)
+        )
+
+
+NAMES = ("dequant_matvec_kernel", "dequant_rows_kernel")
+
+
+@cache
+def _compiled_kernels() -> SimpleNamespace:
+    return SimpleNamespace(**{name: globals()[name] for name in NAMES})
+
+
+@cache
+def _simulated_kernels() -> SimpleNamespace:
+    """The kernels under tlsim, which reads their source once."""
+    return SimpleNamespace(**{name: tlsim.jit(globals()[name]) for name in NAMES})
