@@ -36,45 +36,48 @@ def dequant_matvec_kernel(
     x_row,
     IN: tl.constexpr,
     OUT: tl.constexpr,  # results of one iteration of the loop
-    WORDS: tl.constexpr,  # in / 8, padded to a power of two
+    GROUPS: tl.constexpr,  # in / 32, padded to a power of two
     OVERLAP: tl.constexpr,  # start the next kernel early (CUDA's programmatic dependent launch)
 ):
     """y = x @ weight.T, row by row. Programs: [at most out / OUT, rows]. Sums in float32.
 
-    Bits 4i to 4i + 3 of a word, the others 0, are as a float32 the subnormal number
-    q * 2**(4i - 149): no conversion is needed. x has the factor 2**(88 - 4i), so that a product is
+    Bits 4k to 4k + 3 of a word, the others 0, are as a float32 the subnormal number
+    q * 2**(4k - 149): no conversion is needed. x has the factor 2**(88 - 4k), so that a product is
     q * x * 2**-61. This is exact for x from 2**-65 to 2**35.
     """
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    lane, i = tl.arange(0, WORDS), tl.arange(0, 8)
-    used = lane < IN // 8
-    x_at = x_ptr + tl.program_id(1) * x_row + lane[:, None] * 8 + i[None, :]
-    x = tl.load(x_at, mask=used[:, None], other=0.0).to(tl.float32)  # [WORDS, 8]
-    total = tl.sum(x, axis=1) * 2.0**-61
-    # The third axis of the grid has one program, so this adds 0. But it hides from the compiler that
-    # words are neighbours. Else a thread would load four, and x would pass through shared memory.
-    word = lane.to(tl.int64) + tl.program_id(2)
-    group = (lane // 4).to(tl.int64) + tl.program_id(2)
+    group, place = tl.arange(0, GROUPS), tl.arange(0, 8)
+    used = group < IN // 32
+    word = group[:, None] * 4 + tl.arange(0, 4)[None, :]  # a thread loads the 4 words of a group
+    x_at = x_ptr + tl.program_id(1) * x_row + word[:, :, None] * 8 + place[None, None, :]
+    x = tl.load(x_at, used[:, None, None], 0.0).to(tl.float32)  # [GROUPS, 4, 8]
+    total = tl.sum(tl.sum(x, axis=2), axis=1) * 2.0**-61
+    # The third axis of the grid has one program, so this adds 0. But the compiler no longer sees
+    # neighbours here: a thread loads the scale of its own group, not of eight groups in a row.
+    at = group.to(tl.int64) + tl.program_id(2)
     for tile in tl.range(tl.program_id(0), tl.cdiv(num_out, OUT), tl.num_programs(0)):
         out = (tile * OUT + tl.arange(0, OUT)).to(tl.int64)
         mask = (out < num_out)[:, None] & used[None, :]
-        words = tl.load(word_ptr + (out * (IN // 8))[:, None] + word[None, :], mask, 0)
-        at = (out * (IN // 32))[:, None] + group[None, :]
-        scale = tl.load(scale_ptr + at, mask, 0.0).to(tl.float32)
-        minimum = tl.load(minimum_ptr + at, mask, 0.0).to(tl.float32)
-        dot = tl.zeros((OUT, WORDS), tl.float32)
+        words_at = word_ptr + (out * (IN // 8))[:, None, None] + word[None]
+        words = tl.load(words_at, mask[:, :, None], 0)  # [OUT, GROUPS, 4]
+        groups_at = (out * (IN // 32))[:, None] + at[None, :]
+        scale = tl.load(scale_ptr + groups_at, mask, 0.0).to(tl.float32)  # [OUT, GROUPS]
+        minimum = tl.load(minimum_ptr + groups_at, mask, 0.0).to(tl.float32)
+        dot = tl.zeros((OUT, GROUPS, 4), tl.float32)
         for k in tl.static_range(8):
-            x_k = tl.sum(tl.where(i[None, :] == k, x, -0.0), axis=1)  # column k: -0.0 changes no sum
+            # Column k of x: adding -0.0 changes nothing, so the compiler leaves the sum out.
+            x_k = tl.sum(tl.where((place == k)[None, None, :], x, -0.0), axis=2)
             if k < 5:
                 bits = words & (15 << (4 * k))
                 x_k = x_k * 2.0 ** (88 - 4 * k)
             else:  # a float32 has 23 bits for its digits
                 bits = (words >> 12) & (15 << (4 * k - 12))
                 x_k = x_k * 2.0 ** (100 - 4 * k)
-            dot += bits.to(tl.float32, bitcast=True) * x_k[None, :]
-        y = tl.sum(scale * dot + minimum * total[None, :], axis=1) * 2.0**61
+            dot += bits.to(tl.float32, bitcast=True) * x_k[None]
+        sums = scale * tl.sum(dot, axis=2) + minimum * total[None, :]
+        y = tl.sum(sums, axis=1) * 2.0**61
         tl.store(y_ptr + tl.program_id(1).to(tl.int64) * num_out + out, y, mask=out < num_out)
 
 
@@ -135,7 +138,7 @@ class MatvecLaunch:
 
 
 # By compute capability: the newest row that is not newer than the GPU.
-ONE_ROW = {(7, 5): MatvecLaunch(8, 2)}
+ONE_ROW = {(7, 5): MatvecLaunch(4, 2)}
 MORE_ROWS = {(7, 5): MatvecLaunch(32, 4, words=64)}
 
 
@@ -227,7 +230,7 @@ def launch_matvec(
     programs = min(tiles, launch.programs * multiprocessors or tiles)
     pdl = {"launch_pdl": True} if overlap else {}
     kernels.dequant_matvec_kernel[(programs, rows)](
-        *arguments, WORDS=next_power_of_2(width // 8), OVERLAP=overlap, **sizes, **pdl
+        *arguments, GROUPS=next_power_of_2(width // 32), OVERLAP=overlap, **sizes, **pdl
     )
     return y
 
