@@ -211,7 +211,7 @@ def share_keys(kv_len_ptr, num_seqs, workers, TILE: tl.constexpr, SEQS: tl.const
     kv_lens = tl.load(kv_len_ptr + i, mask=i < num_seqs, other=0)
     tiles = tl.where(i < num_seqs, tl.maximum(tl.cdiv(kv_lens, TILE), 1), 0)
     ends = tl.cumsum(tiles, axis=0)
-    total = tl.max(ends, axis=0)
+    total = tl.sum(tiles, axis=0)
     return kv_lens, ends - tiles, ends, total, tl.cdiv(total, workers)
 
 

@@ -698,8 +698,8 @@ print("four programs add to one number:", out.item(), "   in torch:", x.sum().it
 assert out == x.sum()
 
 # %% [markdown]
-# In tlsim an atomic addition is a store that accumulates (`put` of Day 21). Triton's also returns the numbers before.
-# They depend on the order of the programs, so tlsim returns nothing.
+# In tlsim an atomic addition is a store that accumulates (`store` of Day 21, with `adds`). Triton's also returns the
+# numbers before. They depend on the order of the programs, so tlsim returns nothing.
 
 # %%
 from nanoserve.kernels.tlsim.memory import store

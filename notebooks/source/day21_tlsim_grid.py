@@ -570,10 +570,11 @@ assert whole == [True]
 # %% [markdown]
 # No. A row of one head is 64 numbers side by side, 256 bytes, eight whole sectors. Where the next row
 # lies does not matter; that a row is *whole* does. This is why the pool ends in `head_dim`. The slot
-# mapping's 1.02: each head's reading ends in the middle of a sector.
+# mapping's ratio is above 1 because its bytes are no whole number of sectors: a GPU also fetches the
+# rest of the last sector, once for each head.
 #
-# The count leaves out a GPU's caches, which may hold a sector that another program has
-# fetched, and time. It is the count of a model. Day 27 measures a GPU.
+# The count leaves out two things. A GPU's caches may hold a sector that another program has fetched.
+# And a count says nothing about time: Day 27 measures a GPU.
 
 # %% [markdown]
 # ## Open the box
@@ -588,8 +589,10 @@ today.picture("leading-axis")
 # That is lockstep. The serial order is the same with one program at a time.
 #
 # Five cells hold the core of tlsim. Each has a sentence on what to look for. They run here, and between them you run
-# a kernel's lines by hand on them. The types, the messages and the checks are imported; Appendix A opens those. Kernels
-# go on using `tlsim` and `tl`, whose source this is.
+# a kernel's lines by hand on them. The types, the messages and the checks are imported; Appendix A opens those. (So is
+# `one_step`: replay, in Appendix A, records a function under it as one call.) Kernels go on using `tlsim` and `tl`,
+# whose source this is. No kernel of a later day needs these cells. If your hour is over, go on at "Lockstep against
+# serial", and come back another day.
 
 # %%
 import inspect
@@ -981,6 +984,8 @@ def take(flat: torch.Tensor, at: torch.Tensor, width: int, shape: tuple, masked:
     """Rows of `width` neighbours in flat, from the offsets `at` on, viewed as shape. Of a masked
     row, the lanes outside flat give any number."""
     try:
+        if masked and flat.is_cuda:  # a GPU reports an index outside too late to catch
+            raise IndexError
         return flat.unfold(0, width, 1).index_select(0, at).view(shape)  # all rows, by their start
     except (IndexError, RuntimeError):  # a row is partly outside
         if not masked:
@@ -1008,7 +1013,7 @@ assert torch.equal(out, 2 * torch.arange(10.0))
 # Which program this is, and blocks of numbers. Look at `arange`: it holds one lane, and a `width`.
 
 
-# %% jupyter={"source_hidden": true}
+# %%
 # lands in nanoserve/kernels/tlsim/language.py: program_id, num_programs, arange, full and 2 more
 def program_id(axis: int) -> Value:
     """The index of this program along an axis of the grid: int32."""

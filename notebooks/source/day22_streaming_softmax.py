@@ -430,8 +430,8 @@ except ImportError:
 # 1. `kv_head` and `visible`. Then `m`, `l` and `acc` before the first tile; mind their types (`acc` is
 #    `tl.zeros((BLOCK_D,), tl.float32)`).
 # 2. `for start in range(0, visible, TILE)`: the tile's `position`, and which of them are `held`.
-#    (`position < visible` would do for `held` too: later keys have no weight here.) A `while` is fine if its
-#    condition is the same in every program.
+#    (`held` may be `position < visible` as well, because a key that is not visible gets no weight.) A `while` is
+#    fine if its condition is the same in every program.
 # 3. Load the slots, cast them to `tl.int64`, then load `k` and `v`, `[TILE, BLOCK_D]`, masked, with
 #    `other=0.0`: a masked lane is NaN otherwise, and 0 times NaN is NaN.
 # 4. `score` is the sum of `q` times `k` over the channels, `[TILE]`, in float32 also where `k` is float16. A key that
