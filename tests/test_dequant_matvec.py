@@ -31,7 +31,7 @@ def rows(number: int, width: int, dtype: torch.dtype = torch.float32) -> torch.T
 
 
 def close(got: torch.Tensor, x: torch.Tensor, parts: tuple[torch.Tensor, ...]) -> None:
-    """Compare with the product of the absolute values: a result may be far smaller than its terms."""
+    """Relative to the product of the absolute values: a result may be far smaller than those."""
     expected = dequant_matvec_reference(x, *parts)
     assert got.shape == expected.shape and got.dtype == x.dtype
     numbers, scales, minimums = parts

@@ -194,10 +194,14 @@ def dequant_matvec_reference(
     x: torch.Tensor, numbers: torch.Tensor, scales: torch.Tensor, minimums: torch.Tensor
 ) -> torch.Tensor:
     """The oracle: dequantise the whole weight in float32, multiply, and round to x's dtype."""
+    return (x.float() @ dequantize(numbers, scales, minimums).T).to(x.dtype)
+
+
+def dequantize(numbers: torch.Tensor, scales: torch.Tensor, minimums: torch.Tensor) -> torch.Tensor:
+    """The values of a weight in four bits: float32 [out, in]."""
     bits = torch.stack([numbers & 15, numbers >> 4], dim=-1)  # [out, in / 2, 2]
     groups = bits.view(*scales.shape, GROUP).float()
-    weight = groups * scales.float()[..., None] + minimums.float()[..., None]
-    return (x.float() @ weight.flatten(1).T).to(x.dtype)
+    return (groups * scales.float()[..., None] + minimums.float()[..., None]).flatten(1)
 
 
 def launch_matvec(
@@ -235,9 +239,7 @@ def launch_matvec(
     return y
 
 
-def matvec_launch(
-    rows: int, width: int, num_out: int, capability: tuple[int, int]
-) -> MatvecLaunch:
+def matvec_launch(rows: int, width: int, num_out: int, capability: tuple[int, int]) -> MatvecLaunch:
     """The launch parameters on a GPU of a compute capability."""
     table = ONE_ROW if rows == 1 else MORE_ROWS
     return table[max(since for since in table if since <= capability)]
