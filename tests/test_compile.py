@@ -180,7 +180,7 @@ def test_the_product_in_four_bits_compiles_for_every_gpu_and_fits_there(
     scales = torch.zeros(num_out, width // 32, dtype=torch.bfloat16)
     numbers = torch.zeros(num_out, width // 2, dtype=torch.uint8)
     kernels, x = Matvec(), torch.zeros(rows, width, dtype=dtype)
-    found = matvec_launch(rows, width, num_out, divmod(capability, 10))
+    found = matvec_launch(rows, width, divmod(capability, 10))
     launch_matvec(kernels, x, numbers, scales, scales, found, 132)
     (recorder,) = (found for found in vars(kernels).values() if found.given)
     kernel = recorder.compiled(capability)

@@ -131,7 +131,7 @@ def by_groups(product: Product) -> torch.Tensor:
 
 
 def by_bits(product: Product) -> torch.Tensor:
-    """The product by the engine's kernel, with a program for every four results."""
+    """The product by the engine's kernel with a plain launch: a program for every four results."""
     groups = triton.next_power_of_2(product.x.shape[1] // 32)
     launch = q4.MatvecLaunch(4, max(1, groups // 32))
     return q4.launch_matvec(q4._compiled_kernels(), *product.q4, launch)

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import torch
 
 from nanoserve.kernels import tlsim
-from nanoserve.kernels.dispatch import DTYPES, _gpu, select_backend
+from nanoserve.kernels.dispatch import DTYPES, _can_overlap, _gpu, select_backend
 from nanoserve.kernels.sizes import next_power_of_2
 
 try:
@@ -23,6 +23,36 @@ except ImportError:  # macOS and Windows have no Triton: tlsim replaces it
 
 GROUP = 32  # numbers that share a scale and a minimum
 MOST_ROWS = 16
+
+
+@triton.jit
+def load_groups(
+    tile,
+    word_ptr,
+    scale_ptr,
+    minimum_ptr,
+    num_out,
+    IN: tl.constexpr,
+    OUT: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
+    """OUT rows of the weight, from row tile * OUT on; 0 in rows and groups that do not exist.
+
+    Returns words [OUT, GROUPS, 4], scales and minimums [OUT, GROUPS]. A thread loads the four words
+    of a group, 16 bytes.
+    """
+    out = (tile * OUT + tl.arange(0, OUT)).to(tl.int64)
+    group = tl.arange(0, GROUPS)
+    mask = (out < num_out)[:, None] & (group < IN // 32)[None, :]
+    word = group[:, None] * 4 + tl.arange(0, 4)[None, :]
+    words_at = word_ptr + (out * (IN // 8))[:, None, None] + word[None]
+    words = tl.load(words_at, mask[:, :, None], 0, eviction_policy="evict_first")
+    # The third axis of the grid has one program, so this adds 0. But the compiler no longer sees
+    # neighbours here: a thread loads the scale of its own group, not of eight groups in a row.
+    at = (out * (IN // 32))[:, None] + (group.to(tl.int64) + tl.program_id(2))[None, :]
+    scale = tl.load(scale_ptr + at, mask, 0.0, eviction_policy="evict_first")
+    minimum = tl.load(minimum_ptr + at, mask, 0.0, eviction_policy="evict_first")
+    return words, scale, minimum
 
 
 @triton.jit
@@ -48,23 +78,27 @@ def dequant_matvec_kernel(
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+    words, scale, minimum = load_groups(
+        tl.program_id(0), word_ptr, scale_ptr, minimum_ptr, num_out, IN, OUT, GROUPS
+    )
     group, place = tl.arange(0, GROUPS), tl.arange(0, 8)
-    used = group < IN // 32
-    word = group[:, None] * 4 + tl.arange(0, 4)[None, :]  # a thread loads the 4 words of a group
+    word = group[:, None] * 4 + tl.arange(0, 4)[None, :]
     x_at = x_ptr + tl.program_id(1) * x_row + word[:, :, None] * 8 + place[None, None, :]
-    x = tl.load(x_at, used[:, None, None], 0.0).to(tl.float32)  # [GROUPS, 4, 8]
+    x = tl.load(x_at, (group < IN // 32)[:, None, None], 0.0).to(tl.float32)  # [GROUPS, 4, 8]
     total = tl.sum(tl.sum(x, axis=2), axis=1) * 2.0**-61
-    # The third axis of the grid has one program, so this adds 0. But the compiler no longer sees
-    # neighbours here: a thread loads the scale of its own group, not of eight groups in a row.
-    at = group.to(tl.int64) + tl.program_id(2)
     for tile in tl.range(tl.program_id(0), tl.cdiv(num_out, OUT), tl.num_programs(0)):
-        out = (tile * OUT + tl.arange(0, OUT)).to(tl.int64)
-        mask = (out < num_out)[:, None] & used[None, :]
-        words_at = word_ptr + (out * (IN // 8))[:, None, None] + word[None]
-        words = tl.load(words_at, mask[:, :, None], 0)  # [OUT, GROUPS, 4]
-        groups_at = (out * (IN // 32))[:, None] + at[None, :]
-        scale = tl.load(scale_ptr + groups_at, mask, 0.0).to(tl.float32)  # [OUT, GROUPS]
-        minimum = tl.load(minimum_ptr + groups_at, mask, 0.0).to(tl.float32)
+        next_words, next_scale, next_minimum = (
+            load_groups(  # these arrive while this tile is summed
+                tile + tl.num_programs(0),
+                word_ptr,
+                scale_ptr,
+                minimum_ptr,
+                num_out,
+                IN,
+                OUT,
+                GROUPS,
+            )
+        )
         dot = tl.zeros((OUT, GROUPS, 4), tl.float32)
         for k in tl.static_range(8):
             # Column k of x: adding -0.0 changes nothing, so the compiler leaves the sum out.
@@ -76,9 +110,11 @@ def dequant_matvec_kernel(
                 bits = (words >> 12) & (15 << (4 * k - 12))
                 x_k = x_k * 2.0 ** (100 - 4 * k)
             dot += bits.to(tl.float32, bitcast=True) * x_k[None]
-        sums = scale * tl.sum(dot, axis=2) + minimum * total[None, :]
+        sums = scale.to(tl.float32) * tl.sum(dot, axis=2) + minimum.to(tl.float32) * total[None, :]
         y = tl.sum(sums, axis=1) * 2.0**61
+        out = (tile * OUT + tl.arange(0, OUT)).to(tl.int64)
         tl.store(y_ptr + tl.program_id(1).to(tl.int64) * num_out + out, y, mask=out < num_out)
+        words, scale, minimum = next_words, next_scale, next_minimum
 
 
 @triton.jit
@@ -137,9 +173,19 @@ class MatvecLaunch:
     words: int = 0
 
 
-# By compute capability: the newest row that is not newer than the GPU.
-ONE_ROW = {(7, 5): MatvecLaunch(4, 2)}
-MORE_ROWS = {(7, 5): MatvecLaunch(32, 4, words=64)}
+# By compute capability and the largest `in`. The comments give what was measured on an H200 (9.0)
+# in bfloat16, one row. The launches of 7.5 were compiled, not measured.
+FEW_ROWS = {
+    ((7, 5), 2_048): MatvecLaunch(4, 4, programs=4),
+    ((7, 5), 16_384): MatvecLaunch(1, 8, programs=4),
+    ((7, 5), 1 << 30): MatvecLaunch(1, 16, programs=2),
+    ((9, 0), 2_048): MatvecLaunch(4, 4, programs=4),  # 16,384 x 2,048: 9.2 µs; 6 programs: 12.0
+    ((9, 0), 16_384): MatvecLaunch(1, 8, programs=4),  # 2,048 x 8,192: 6.0 µs; 4 warps: 6.2
+    ((9, 0), 1 << 30): MatvecLaunch(1, 16, programs=2),
+}
+# 16,384 x 2,048 with 5 to 16 rows: 47 to 49 µs; 4 warps and 64 words: 62.
+MANY_ROWS = {(7, 5): MatvecLaunch(16, 1, words=32)}
+FEW = 4  # up to so many rows, the product row by row was faster
 
 
 def dequant_matvec(
@@ -239,10 +285,17 @@ def launch_matvec(
     return y
 
 
-def matvec_launch(rows: int, width: int, num_out: int, capability: tuple[int, int]) -> MatvecLaunch:
-    """The launch parameters on a GPU of a compute capability."""
-    table = ONE_ROW if rows == 1 else MORE_ROWS
-    return table[max(since for since in table if since <= capability)]
+def matvec_launch(rows: int, width: int, capability: tuple[int, int]) -> MatvecLaunch:
+    """The launch parameters for x [rows, width] on a GPU of a compute capability.
+
+    The row is the newest that is not newer than the GPU, and of these the narrowest that is wide
+    enough.
+    """
+    if rows > FEW:
+        return MANY_ROWS[max(since for since in MANY_ROWS if since <= capability)]
+    fits = [(since, -widest) for since, widest in FEW_ROWS if since <= capability]
+    since, widest = max((since, widest) for since, widest in fits if width <= -widest)
+    return FEW_ROWS[since, -widest]
 
 
 def dequant_matvec_triton(
@@ -250,10 +303,11 @@ def dequant_matvec_triton(
 ) -> torch.Tensor:
     """The kernels by Triton: compiled, or interpreted. Arguments as for dequant_matvec."""
     capability, multiprocessors = _gpu(x.device)
-    launch = matvec_launch(*x.shape, len(numbers), capability)
+    launch = matvec_launch(*x.shape, capability)
+    overlap = capability >= (9, 0) and _can_overlap()
     with torch.cuda.device_of(x):
         return launch_matvec(
-            _compiled_kernels(), x, numbers, scales, minimums, launch, multiprocessors
+            _compiled_kernels(), x, numbers, scales, minimums, launch, multiprocessors, overlap
         )
 
 
@@ -261,7 +315,7 @@ def dequant_matvec_tlsim(
     x: torch.Tensor, numbers: torch.Tensor, scales: torch.Tensor, minimums: torch.Tensor
 ) -> torch.Tensor:
     """The kernels under tlsim, without tlsim's checks. Arguments as for dequant_matvec."""
-    words = min(64, max(16, next_power_of_2(x.shape[1] // 8))) if len(x) > 1 else 0
+    words = min(64, max(16, next_power_of_2(x.shape[1] // 8))) if len(x) > FEW else 0
     with tlsim.options(checks=False, wave=32):
         return launch_matvec(
             _simulated_kernels(), x, numbers, scales, minimums, MatvecLaunch(16, 1, words=words)
