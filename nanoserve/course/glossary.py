@@ -347,6 +347,13 @@ outlier: A number that is far larger than the others beside it.
 perplexity: The number of equally likely tokens that a model hesitates between before each token of
     a text, on average: the exponential of the mean negative log probability. Lower is better.
 """,
+    33: """
+matrix-vector product: A weight times one row of activations. It reads each number of the weight
+    once, for two operations.
+subnormal number: A float whose exponent bits are all 0. A float32 then is its digits, as an
+    integer, times 2 ** -149.
+bitcast: To read the same bits as another type. Nothing is converted.
+""",
 }
 
 
