@@ -435,16 +435,40 @@ def test_the_file_is_in_the_neutral_order(folder):
     assert torch.equal(stored[f"{name}.scales"], quantize(load_weights_of(folder)[name]).scales)
 
 
+@pytest.mark.parametrize("capability", ["default", "avx2"])
+def test_a_file_of_one_processor_is_right_on_another(folder, capability):
+    """PyTorch packs in another order for each kind of processor; the file has none of them."""
+    model = load_model(folder, quantization="q4")
+    with torch.no_grad():
+        ours = model(torch.tensor([PROMPT]))
+    code = """
+        import json, sys, torch
+        from nanoserve.model import load_model
+        sys.modules["nanoserve.q4_file"]._write = None  # the file is there
+        model = load_model(sys.argv[1], quantization="q4")
+        with torch.no_grad():
+            logits = model(torch.tensor([json.loads(sys.argv[2])]))
+        head = model.weights["lm_head.weight"].packed[0].flatten()[:4096].tolist()
+        print(json.dumps([torch.backends.cpu.get_cpu_capability(), logits.tolist(), head]))
+    """
+    environment = {"ATEN_CPU_CAPABILITY": capability}
+    text = run(code, str(folder), json.dumps(PROMPT), **environment).communicate()[0]
+    found, theirs, packed = json.loads(text)
+    assert error(ours, torch.tensor(theirs)) < 0.02
+    if found != torch.backends.cpu.get_cpu_capability():  # then the packed order differs too
+        assert packed != model.weights["lm_head.weight"].packed[0].flatten()[:4096].tolist()
+
+
 def load_weights_of(folder: Path) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
     return load_file(folder / "model.safetensors")
 
 
-def run(code: str, *arguments: str) -> list[subprocess.Popen]:
-    code = textwrap.dedent(code)
+def run(code: str, *arguments: str, **environment: str) -> subprocess.Popen:
+    command = [sys.executable, "-c", textwrap.dedent(code), *arguments]
     return subprocess.Popen(
-        [sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, text=True
+        command, stdout=subprocess.PIPE, text=True, env={**os.environ, **environment}
     )
 
 
