@@ -26,6 +26,7 @@ ORDER = (
     "cache",
     "model",
     "sampling",
+    "engine",
     "generate",
     "oracle",
     "bench",

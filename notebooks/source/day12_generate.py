@@ -221,7 +221,7 @@ today.check(StopStrings)
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/generate.py: StopStrings
+# lands in nanoserve/tokenizer.py: StopStrings
 class StopStrings:
     """Holds text back while it may be the beginning of a stop string."""
 
@@ -378,6 +378,10 @@ class Stream:
         if stop.found:
             self.finish_reason = "stop"
 
+    def close(self) -> None:
+        """End the stream: no more tokens are computed for it."""
+        self._pieces.close()
+
     @property
     def completion(self) -> Completion:
         """The whole result; runs the rest of the stream first."""
@@ -400,6 +404,20 @@ class Stream:
 class LLM:
     """A model, its tokenizer and a kind of cache: the public interface of the engine."""
 
+    def chat(
+        self, messages: list[dict[str, str]], params: SamplingParams | None = None
+    ) -> Completion:
+        """Complete a conversation [{"role": "user", "content": …}, …]; errors as for generate."""
+        return self.stream(self.chat_ids(messages), params).completion
+
+    def chat_ids(self, messages: list[dict[str, str]]) -> list[int]:
+        """The token ids of a conversation in the checkpoint's chat template."""
+        return self.tokenizer.encode(self.tokenizer.render_chat(messages), parse_special=True)
+
+
+# %% jupyter={"source_hidden": true}
+# until day 35: lands in nanoserve/generate.py: LLM.generate, LLM._prompt_ids
+class LLM(LLM):
     def generate(
         self,
         prompts: str | Sequence[int] | Sequence[str | Sequence[int]],
@@ -415,16 +433,6 @@ class LLM:
         single = isinstance(prompts, str) or (len(prompts) and not isinstance(prompts[0], Sequence))
         checked = [self._prompt_ids(prompt) for prompt in ([prompts] if single else prompts)]
         return [self.stream(ids, params).completion for ids in checked]
-
-    def chat(
-        self, messages: list[dict[str, str]], params: SamplingParams | None = None
-    ) -> Completion:
-        """Complete a conversation [{"role": "user", "content": …}, …]; errors as for generate."""
-        return self.stream(self.chat_ids(messages), params).completion
-
-    def chat_ids(self, messages: list[dict[str, str]]) -> list[int]:
-        """The token ids of a conversation in the checkpoint's chat template."""
-        return self.tokenizer.encode(self.tokenizer.render_chat(messages), parse_special=True)
 
     def _prompt_ids(self, prompt: str | Sequence[int]) -> list[int]:
         if isinstance(prompt, str):

@@ -296,13 +296,13 @@ for name, steps in (("prefill, then decode", (14, *[1] * 6)), ("chunks", (7, 16,
 from collections.abc import Sequence
 from pathlib import Path
 
-from nanoserve.generate import LLM, Stream
+from nanoserve.generate import LLM, Completion, Stream
 from nanoserve.model import Model
 from nanoserve.sampling import SamplingParams
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/generate.py: CACHES, new_cache, LLM.__init__, LLM.stream
+# lands in nanoserve/generate.py: CACHES, new_cache
 CACHES = ("paged", "naive")
 
 
@@ -317,6 +317,8 @@ def new_cache(kind: str | None, model: Model, tokens: int) -> Cache | None:
     return PagedKVCache(pool)
 
 
+# %% jupyter={"source_hidden": true}
+# until day 35: lands in nanoserve/generate.py: LLM.__init__, LLM.generate, LLM.stream
 class LLM(LLM):
     def __init__(
         self,
@@ -332,6 +334,22 @@ class LLM(LLM):
         self.model = load_model(source, dtype, device)
         self.tokenizer = load_tokenizer(source)
         self._cache = cache
+
+    def generate(
+        self,
+        prompts: str | Sequence[int] | Sequence[str | Sequence[int]],
+        params: SamplingParams | None = None,
+    ) -> list[Completion]:
+        """Complete one prompt or several. A prompt is text, or token ids, which are used unchanged.
+
+        Raises ValueError, before the model runs, for a prompt that is empty or longer than the
+        model's context, and for an id outside the vocabulary.
+        """
+        if not isinstance(prompts, str) and not hasattr(prompts, "__len__"):
+            raise ValueError(f"prompts must be text, token ids, or a list of them, got {prompts!r}")
+        single = isinstance(prompts, str) or (len(prompts) and not isinstance(prompts[0], Sequence))
+        checked = [self._prompt_ids(prompt) for prompt in ([prompts] if single else prompts)]
+        return [self.stream(ids, params).completion for ids in checked]
 
     def stream(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> Stream:
         """Complete one prompt as a stream of pieces of text; errors as generate, at once."""
