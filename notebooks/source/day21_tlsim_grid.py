@@ -811,10 +811,14 @@ class Value:
     def T(self) -> "Value":
         return Value(self.lanes.transpose(-2, -1), self.buffer)
 
-    def to(self, dtype: torch.dtype) -> "Value":
-        """The same numbers in another dtype."""
+    def to(self, dtype: torch.dtype, bitcast: bool = False) -> "Value":
+        """The same numbers in another dtype; with bitcast, the same bits."""
         if self.buffer:
             raise fault(f"a pointer into {self.buffer.name} cannot be cast")
+        if bitcast:
+            if dtype.itemsize != self.dtype.itemsize:
+                raise fault(f"a bitcast from {self.dtype} to {dtype} would change the size")
+            return combine(lambda x: x.view(dtype), self)
         stays = dtype in (self.dtype, torch.int64)  # which can hold every lane of a row
         return Value((self.data if stays else self.lanes).to(dtype), None, self.width**stays)
 
