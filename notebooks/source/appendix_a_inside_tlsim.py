@@ -951,7 +951,7 @@ class Recording:
     """The torch calls of a launch as two functions of its arguments."""
 
     def __init__(self, recorder: Recorder, inputs: list[str], settled: set[str]) -> None:
-        early, late, self.state = [], [], None
+        early, late = [], []
         for result, _, used, _ in recorder.steps:
             settled -= used if result in recorder.stored else set()  # the memory of an argument
         for step in recorder.steps:
@@ -962,8 +962,9 @@ class Recording:
         self.works = effects == sorted(effects, reverse=True)  # every test is before every store
         later = {name for _, _, used, _ in late for name in used}
         kept = [result for result, *_ in early if result in later]
+        self.inputs = [name for name in inputs if name in later]
         self.source = _function("prepare", inputs, early, kept)
-        self.source += _function("replay", inputs + kept, late, [])
+        self.source += _function("replay", self.inputs + kept, late, [])
         exec(self.source, recorder.space)
         self.prepare, self.replay = recorder.space["prepare"], recorder.space["replay"]
 
@@ -976,7 +977,8 @@ class Recording:
 
 
 def _function(name: str, inputs: list[str], steps: list, returned: list[str]) -> str:
-    lines, needed = [f"    return [{', '.join(returned)}]"], {*inputs, *returned}
+    result = ", ".join(f"{name!r}: {name}" for name in returned)
+    lines, needed = [f"    return {{{result}}}"], {*inputs, *returned}
     for result, line, used, _ in reversed(steps):
         if result in needed or not result:  # else nothing uses the result
             lines.append("; del ".join([f"    {line}", *sorted(used - needed)]))
@@ -993,20 +995,15 @@ class Recordings:
         self.kernel, self.known = kernel, lru_cache(KINDS)(lambda *_: SimpleNamespace(first=None))
 
     def launch(self, grid: tuple[int, int, int], given: dict[str, Any]) -> None:
-        """Replay a recording, or record the launch if none holds. Tensors made in inference mode
-        count no changes in place, so launches with them are not recorded."""
-        uses, inputs, numbers, tables, state = self.kernel.source.globals(), {}, {}, {}, []
+        """Replay a recording, or record the launch if none holds."""
+        uses, inputs, numbers, tables = self.kernel.source.globals(), {}, {}, set()
+        graph = options_now().replay  # True: the launch stands alone
         kind, device = [grid, options_now().wave, *map(id, uses.values())], None
         for name, x in given.items():
             if isinstance(x, torch.Tensor):
-                if x.is_inference():
-                    self.kernel.run(grid, given)
-                    return
                 inputs[name], device = x, x.device
                 kind += (x.dtype, device)
-                if not x.dtype.is_floating_point:
-                    tables[name] = x
-                    state += (id(x), x._version)
+                tables |= set() if x.dtype.is_floating_point else {name}
             elif type(x) in (int, float) and x != 1 and name not in self.kernel.constants:
                 numbers[name] = x
                 wide = type(x) is int and not -(2**31) <= x < 2**31
@@ -1024,14 +1021,17 @@ class Recordings:
         for name in sorted(known.varying):  # a set has no order of its own
             dtype = number_dtype(numbers[name], None)
             inputs[name] = torch.full((1, 1, 1), numbers[name], dtype=dtype, device=device)
-            state.append(repr(numbers[name]))
         for i, recording in enumerate(known.found):
-            if recording.runs(inputs.values(), state, tables):
-                known.found.insert(0, known.found.pop(i))
-                return
+            run, rest = recording.prepared(inputs), {x: inputs[x] for x in recording.inputs}
+            if run is None or run(**rest) is None:
+                continue
+            known.found.insert(0, known.found.pop(i))
+            if isinstance(graph, Graph):
+                graph.run = partial(run, **{x: rest[x] for x in rest if x not in graph.names})
+            return
         with Recorder(inputs) as recorder:
             self.kernel.run(grid, given, {name: inputs[name] for name in known.varying})
-        recording = Recording(recorder, [*inputs], known.varying | {*tables})
+        recording = Recording(recorder, [*inputs], known.varying | tables)
         if recording.works:
             known.found[:] = [recording, *known.found][:RECORDINGS]
 

@@ -938,8 +938,8 @@ def load(pointer: Value, mask: Any = None, other: Any = None, **_) -> Value:
     flat, at, width = pointer.buffer.flat, pointer.data, pointer.width
     if live is not None:  # lanes that take no part may point anywhere
         at = torch.where(live.any(-1, keepdim=True) if width > 1 else live, at, 0)
-    shape = at.shape if width == 1 else (*at.shape[:-1], width)
-    data = take(flat, at.flatten(), width, shape, live is not None)
+    masked = live is not None
+    data = take(flat, at if masked else joined(at, width), width, at.shape[0], masked)
     if mask is not None:
         undefined = torch.nan if flat.is_floating_point() else 0
         other = fitting(pointer, undefined if other is None else other, "a value")
@@ -984,19 +984,22 @@ def fitting(pointer: Value, x: Any, what: str) -> torch.Tensor:
 
 
 @one_step
-def take(flat: torch.Tensor, at: torch.Tensor, width: int, shape: tuple, masked: bool) -> Any:
-    """Rows of `width` neighbours in flat, from the offsets `at` on, viewed as shape. Of a masked
-    row, the lanes outside flat give any number."""
+def take(flat: torch.Tensor, at: torch.Tensor, width: int, programs: int, masked: bool) -> Any:
+    """Rows of `width` neighbours in flat, from the offsets `at` on, for this many programs on axis
+    0. Of a masked row, the lanes outside flat give any number."""
+    shape = (programs, *(at.shape[1:] if width == 1 else (*at.shape[1:-1], width)))
+    rows, at = programs // len(at), at.flatten()  # in one joined row
     try:
         if masked and flat.is_cuda:  # a GPU reports an index outside too late to catch
             raise IndexError
-        return flat.unfold(0, width, 1).index_select(0, at).view(shape)  # all rows, by their start
+        data = flat.unfold(0, rows * width, 1).index_select(0, at)  # all rows, by their start
+        data = data.view(-1, rows, width).transpose(0, 1) if rows > 1 else data
     except (IndexError, RuntimeError):  # a row is partly outside
         if not masked:
             raise
         at = at[:, None] + torch.arange(width, device=at.device)
         data = flat[at.clamp(max=len(flat) - 1)] if len(flat) else flat.new_zeros(at.shape)
-        return data.view(shape)
+    return data.view(shape)
 
 
 # %% [markdown]

@@ -299,9 +299,10 @@ def newest_row(rows, capability):
 
 # %% [markdown]
 # The package's table has two keys more: the kernel, and the largest `head_dim`, since a wider key needs more shared
-# memory. Unfold the cell below and read the comments: they say what chose a row. In float32 one row serves all GPUs.
-# Tensor cores would round the factors to 10 bits after the point (TF32), so the kernel does not use them, and
-# arithmetic is its limit.
+# memory. "packed" and "waves" are both Day 29's kernel without a split: with "packed" all programs run at once, with
+# "waves" there are more programs than the GPU runs at once. Unfold the cell below and read the comments: they say
+# what chose a row. In float32 one row serves all GPUs. Tensor cores would round the factors to 10 bits after the
+# point (TF32), so the kernel does not use them, and arithmetic is its limit.
 
 # %%
 from dataclasses import dataclass, replace
@@ -401,7 +402,7 @@ from nanoserve.kernels.sizes import next_power_of_2
 from nanoserve.kernels.split_kv import num_workers
 
 
-# %% jupyter={"source_hidden": true}
+# %%
 # lands in nanoserve/kernels/split_kv.py: choose_launch
 def choose_launch(
     tables: PagedTables,
@@ -627,17 +628,23 @@ def paged_attention_batch_tlsim(
 
     Arguments and result as for paged_attention_batch_reference; ValueError as for check_batch.
     """
+    integers = tables.block_tables, tables.kv_lens, tables.query_starts
+    graph = _graph_of(q, k_pool, v_pool, integers, tables, n_rep, scale)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    if graph.replay(q, k_pool, v_pool, out):
+        return out
     check_batch(q, k_pool, v_pool, tables, n_rep)
-    return _batch_tlsim(q, k_pool, v_pool, tables, n_rep, scale)
+    return _batch_tlsim(q, k_pool, v_pool, tables, n_rep, scale, graph)
 
 
-def _batch_tlsim(q, k_pool, v_pool, tables, n_rep, scale):
+def _batch_tlsim(q, k_pool, v_pool, tables, n_rep, scale, graph):
     rows = next_power_of_2(n_rep * tables.max_query_len)
     rows = min(rows, max(128, next_power_of_2(n_rep)))
     tile = min(512 if rows < 128 else 256, max(16, next_power_of_2(tables.max_kv_len)))
     n_kv = k_pool.shape[1]
     wave = n_kv * max(1, LANES // (rows * tile * n_kv))  # the programs of whole tiles of queries
-    with tlsim.options(checks=False, replay=True, wave=wave):
+    graph = True if scale is not None and scale <= 0 else graph  # the launch replaces q
+    with tlsim.options(checks=False, replay=graph, wave=wave):
         return launch_batch(
             _simulated_kernels(), q, k_pool, v_pool, tables, n_rep, scale, Launch(rows, tile, 1, 1)
         )
@@ -712,15 +719,22 @@ def paged_attention_tlsim(
 
     Arguments and result as for paged_attention_reference; ValueError as for check_attention.
     """
-    check_attention(q, k_pool, v_pool, slot_mapping, n_rep)
     if _kernel.get() == "day22":
+        check_attention(q, k_pool, v_pool, slot_mapping, n_rep)
         programs = min(q.shape[1] * q.shape[2], 512)
         tile = next_power_of_2(min(len(slot_mapping), 512, (1 << 15) // programs))
         with tlsim.options(checks=False, wave=512):
             kernel = _simulated(paged_attention_kernel)
             return launch(kernel, q, k_pool, v_pool, slot_mapping, n_rep, scale, tile)
-    tables = _once(_tables_of, slot_mapping, q.shape[2])
-    return _one_sequence(_batch_tlsim(_packed(q), k_pool, v_pool, tables, n_rep, scale))
+    graph = _graph_of(q, k_pool, v_pool, (slot_mapping,), slot_mapping, n_rep, scale)
+    if graph.run is None:
+        check_attention(q, k_pool, v_pool, slot_mapping, n_rep)
+    q = _packed(q)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    if not graph.replay(q, k_pool, v_pool, out):
+        tables = _once(_tables_of, slot_mapping, len(q))
+        out = _batch_tlsim(q, k_pool, v_pool, tables, n_rep, scale, graph)
+    return _one_sequence(out)
 
 
 _simulated = cache(tlsim.jit)  # reads the source of a kernel once
@@ -959,8 +973,6 @@ today.picture("capture-replay")
 # of three sequences, at most 96 tokens each:
 
 # %%
-from dataclasses import replace
-
 random = torch.Generator().manual_seed(31)
 q = torch.randn(3, 6, 64, generator=random).to(device)  # 3 sequences, 6 query heads, 2 KV heads
 k_pool, v_pool = torch.randn(2, 40 * 16, 2, 64, generator=random).to(device)
@@ -1124,17 +1136,21 @@ assert all(row.tpot > 0 for row in generated)
 # ## With your own code
 #
 # Everything that you wrote in Phase 2 in one run: the allocator, the block table, the cache, and, by
-# `use_kernel("day22")`, your kernel.
+# `use_kernel("day22")`, your kernel. On a GPU, the engine's own kernel has as many workers as your `num_workers` returns.
+# The last line computes that for one long sequence on an H200.
 
 # %%
 from nanoserve import LLM, SamplingParams
 from nanoserve.kernels import dispatch
 
 llm = LLM("smollm2")
+long = PagedTables.from_slots(torch.arange(65_536), query_len=1)
 with dispatch.use_kernel("day22"), today.mine(everything=True):
     (answer,) = llm.generate("The capital of France is", SamplingParams(max_tokens=6))
+    _, workers = split_kv.choose_launch(long, 4, 8, 128, torch.bfloat16, (9, 0), 132)
 print(repr(answer.text))
-assert answer.text.startswith(" Paris")
+print("65,536 tokens, 8 KV heads:", workers, "workers")
+assert answer.text.startswith(" Paris") and workers == 32
 
 # %% [markdown]
 # ## What you learned

@@ -50,3 +50,4 @@ from nanoserve.kernels.tlsim.grid import KernelError as KernelError
 from nanoserve.kernels.tlsim.grid import options as options
 from nanoserve.kernels.tlsim.language import cdiv as cdiv
 from nanoserve.kernels.tlsim.launch import jit as jit
+from nanoserve.kernels.tlsim.replay import Graph as Graph
