@@ -451,9 +451,7 @@ def bench_roofline(
 @bench_app.command("matvec")
 def bench_matvec(
     device: BenchDevice = None,
-    rounds: Annotated[
-        int, typer.Option(help="Runs of each variant, interleaved.", min=1)
-    ] = 9,
+    rounds: Annotated[int, typer.Option(help="Runs of each variant, interleaved.", min=1)] = 9,
     record: Annotated[
         bool, typer.Option("--record", help="Write notebooks/data/matvec_DEVICE.json.")
     ] = False,
