@@ -136,6 +136,7 @@ def chat(
             _show(stream)
         except KeyboardInterrupt:  # stops the answer, not the chat
             typer.echo("\n[stopped]")
+        stream.close()
         turns = [*asked[dropped:], {"role": "assistant", "content": stream.text}]
 
 

@@ -28,6 +28,7 @@ ORDER = (
     "cache",
     "model",
     "sampling",
+    "engine",
     "generate",
     "oracle",
     "bench",

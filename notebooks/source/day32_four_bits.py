@@ -835,7 +835,7 @@ def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) ->
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/model.py: Model.hidden, load_model, join_qkv, pack_weights, warn_dequantized
+# until day 34: lands in nanoserve/model.py: Model.hidden
 class Model(Model):
     def hidden(self, ids: torch.Tensor, cache: Cache | None = None) -> torch.Tensor:
         """The final norm's output: ids [batch, seq] -> [batch, seq, hidden]; errors as __call__."""
@@ -848,6 +848,8 @@ class Model(Model):
         return rms_norm(x, self.weights["model.norm.weight"], self.config.norm_eps)
 
 
+# %% jupyter={"source_hidden": true}
+# lands in nanoserve/model.py: load_model, join_qkv, pack_weights, warn_dequantized
 def load_model(
     source: str | Path = "smollm2",
     dtype: str | torch.dtype = torch.float32,
@@ -931,7 +933,7 @@ from nanoserve.tokenizer import load_tokenizer
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/generate.py: LLM.__init__
+# until day 35: lands in nanoserve/generate.py: LLM.__init__
 class LLM(LLM):
     def __init__(
         self,
