@@ -407,8 +407,10 @@ def merge_kernel(
     token = tl.load(start_ptr + tl.maximum(seq, 0)) + row // N_REP
     used = (token < tl.load(start_ptr + tl.maximum(seq, 0) + 1)) & (last > worker)
     dim = tl.arange(0, BLOCK_D)
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
+    if OVERLAP:  # wait for the parts. Worker 0 always waits, so that the merge never ends first
+        waits = (last > worker) | (worker == 0)
+        if waits:
+            tl.extra.cuda.gdc_wait()
     m = tl.full((1,), -1e30, tl.float32)
     l = tl.zeros((1,), tl.float32)
     acc = tl.zeros((BLOCK_D,), tl.float32)

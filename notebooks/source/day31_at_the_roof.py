@@ -326,15 +326,21 @@ class Launch:
 LAUNCHES = {
     ("split", (7, 5), 256): Launch(16, 32, 2, 2, programs=4),
     ("split", (8, 0), 256): Launch(16, 32, 1, 4, programs=4),
-    ("split", (9, 0), 64): Launch(16, 64, 1, 5, programs=3),  # 64 x 8,192: 93%; 2 warps: 92%
-    ("split", (9, 0), 256): Launch(16, 64, 2, 5, programs=2),  # 64 x 8,192: 96%; 1 warp: 95%
+    ("split", (9, 0), 64): Launch(16, 64, 1, 5, programs=3),  # 64 x 2,048: 72%; 2 warps: 66%
+    ("split", (9, 0), 128): Launch(16, 64, 2, 5, programs=2),  # 4 x 32,768: 93%; 1 warp: 91%
     ("packed", (7, 5), 256): Launch(16, 32, 2, 2),
     ("packed", (8, 0), 256): Launch(16, 32, 1, 4),
-    ("packed", (9, 0), 256): Launch(16, 32, 1, 4),  # 256 x 1,024: 95%; 8 stages: 93%
-    ("prefill", (7, 5), 256): Launch(64, 32, 4, 2),
-    ("prefill", (8, 0), 256): Launch(64, 64, 4, 2),
+    ("packed", (9, 0), 64): Launch(16, 64, 1, 5),  # 64 x 8,192: 97%; 2 warps: 96%
+    ("packed", (9, 0), 128): Launch(16, 64, 2, 4),  # 64 x 8,192: 98%; 1 warp, tile 32: 95%
+    ("waves", (7, 5), 256): Launch(16, 32, 2, 2),
+    ("waves", (8, 0), 256): Launch(16, 32, 1, 4),
+    ("waves", (9, 0), 128): Launch(16, 64, 2, 5),  # 256 x 1,024: 95%, ragged 89%; 4 stages: 83%
+    ("prefill", (7, 5), 128): Launch(64, 32, 4, 2),
+    ("prefill", (7, 5), 256): Launch(32, 16, 4, 2),
+    ("prefill", (8, 0), 128): Launch(64, 64, 4, 2),
+    ("prefill", (8, 0), 256): Launch(64, 32, 4, 2),
     ("prefill", (9, 0), 64): Launch(64, 128, 4, 2),  # 8,192 tokens: 0.73 of SDPA; tile 64: 0.71
-    ("prefill", (9, 0), 256): Launch(128, 128, 8, 3),  # 8,192 tokens: 0.59; 64 rows: 0.55
+    ("prefill", (9, 0), 128): Launch(128, 128, 8, 3),  # 8,192 tokens: 0.63; 64 rows: 0.55
 }
 FLOAT32 = Launch(16, 32, 4, 2, programs=2)  # every kernel's: tensor cores would round to TF32
 
@@ -342,12 +348,12 @@ FLOAT32 = Launch(16, 32, 4, 2, programs=2)  # every kernel's: tensor cores would
 def launch_of(
     kernel: str, capability: tuple[int, int], head_dim: int, dtype: torch.dtype
 ) -> Launch:
-    """The launch parameters for "split", "packed" or "prefill" on a GPU of a compute capability.
+    """The launch parameters of a kernel, by its name in LAUNCHES, on a GPU of a compute capability.
 
     The row is the newest that is not newer than the GPU. ValueError if there is none.
     """
     if dtype == torch.float32:
-        return FLOAT32
+        return FLOAT32 if head_dim <= 128 else replace(FLOAT32, tile=16)
     rows = [
         (since, -widest, launch)
         for (name, since, widest), launch in LAUNCHES.items()
@@ -422,12 +428,14 @@ def launch_batch(
     launch: Launch,
     workers: int = 0,
     overlap: bool = False,
+    once: bool = False,
 ) -> torch.Tensor:
     """Launch packed_kernel; or, with workers, split_kv_kernel and merge_kernel.
 
     `kernels` has the three under these names, jitted by Triton or by tlsim. Other arguments and
     result as for paged_attention_batch_reference. A split needs sequences whose queries fit in the
-    rows of one tile. `overlap` starts the merge early, which needs compute capability 9.0.
+    rows of one tile. `overlap` starts the merge early, which needs compute capability 9.0. `once`
+    says that each sequence has 1 to launch.tile keys; it has no effect on a split.
     """
     num_tokens, _, head_dim = q.shape
     num_seqs, n_kv = len(tables.kv_lens), k_pool.shape[1]
@@ -457,7 +465,7 @@ def launch_batch(
         tiles = num_seqs if one_tile else num_tokens // (rows // n_rep) + num_seqs
         seqs = 1 if one_tile else max(2, seqs)
         kernels.packed_kernel[(n_kv, tiles)](
-            *inputs, out, scale, num_seqs, *strides, SEQS=seqs, **sizes, **compiler
+            *inputs, out, scale, num_seqs, *strides, SEQS=seqs, ONCE=once, **sizes, **compiler
         )
         return out
     parts = (workers + num_seqs, n_kv, rows)
@@ -467,7 +475,9 @@ def launch_batch(
     kernels.split_kv_kernel[(n_kv, workers)](
         *inputs, out, part, lse, scale, num_seqs, *strides, **both, **sizes, **compiler
     )
-    parts_at_once = max(1, 4096 // shape["BLOCK_D"])  # what the registers of a warp hold
+    parts_at_once = min(  # what the registers of a warp hold; but no more than a sequence has
+        max(1, 4096 // shape["BLOCK_D"]), next_power_of_2(-(-workers // num_seqs) + 1)
+    )
     compiler = {"num_warps": 1} | ({"launch_pdl": True} if overlap else {})
     kernels.merge_kernel[(n_kv, workers, n_rep * tables.max_query_len)](
         part, lse, kv_lens, starts, out, num_seqs, PARTS=parts_at_once, **both, **shape, **compiler
@@ -484,7 +494,8 @@ LOG2_E = math.log2(math.e)  # 2 ** (x * LOG2_E) is e ** x
 #
 # Under tlsim each line of a kernel is one operation of torch for all programs, and warps and stages mean nothing. A
 # large tile needs fewer turns of the loop, and so fewer operations. Nothing is split, since there are no idle
-# multiprocessors. `replay=True` is the subject of the second half of this day.
+# multiprocessors. If every sequence has a key, and no history is longer than a tile, the launch sets Day 29's `ONCE`.
+# `_graph_of` and `replay=graph` are the subject of the second half of this day.
 
 
 # %% jupyter={"source_hidden": true}
@@ -507,14 +518,9 @@ def paged_attention_batch_triton(
 
 def _batch_triton(q, k_pool, v_pool, tables, n_rep, scale):
     capability, multiprocessors = _gpu(q.device)
-    head_dim, n_kv, num_seqs = q.shape[2], k_pool.shape[1], len(tables.kv_lens)
-    launch = launch_of("split", capability, head_dim, q.dtype)
-    if tables.max_query_len > max(launch.rows, next_power_of_2(n_rep)) // n_rep:
-        launch, workers = launch_of("prefill", capability, head_dim, q.dtype), 0
-    else:
-        tiles = num_seqs * -(-tables.max_kv_len // launch.tile)
-        workers = num_workers(multiprocessors, n_kv, num_seqs, tiles, launch.programs)
-        launch = launch if workers else launch_of("packed", capability, head_dim, q.dtype)
+    launch, workers = choose_launch(
+        tables, n_rep, k_pool.shape[1], q.shape[2], q.dtype, capability, multiprocessors
+    )
     overlap = capability >= (9, 0) and _can_overlap()
     with torch.cuda.device_of(q):
         return launch_batch(
@@ -551,20 +557,45 @@ def paged_attention_batch_tlsim(
 
     Arguments and result as for paged_attention_batch_reference; ValueError as for check_batch.
     """
+    integers = tables.block_tables, tables.kv_lens, tables.query_starts
+    graph = _graph_of(q, k_pool, v_pool, integers, tables, n_rep, scale)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    if graph.replay(q, k_pool, v_pool, out):
+        return out
     check_batch(q, k_pool, v_pool, tables, n_rep)
-    return _batch_tlsim(q, k_pool, v_pool, tables, n_rep, scale)
+    return _batch_tlsim(q, k_pool, v_pool, tables, n_rep, scale, graph)
 
 
-def _batch_tlsim(q, k_pool, v_pool, tables, n_rep, scale):
+def _batch_tlsim(q, k_pool, v_pool, tables, n_rep, scale, graph):
     rows = next_power_of_2(n_rep * tables.max_query_len)
     rows = min(rows, max(128, next_power_of_2(n_rep)))
-    tile = min(512 if rows < 128 else 256, max(16, next_power_of_2(tables.max_kv_len)))
-    n_kv = k_pool.shape[1]
+    tile = min(1024 if rows < 128 else 256, max(16, next_power_of_2(tables.max_kv_len)))
+    n_kv, lens = k_pool.shape[1], tables.kv_lens
+    once = tables.max_kv_len <= tile and lens.device.type == "cpu" and bool(lens.min() > 0)
     wave = n_kv * max(1, LANES // (rows * tile * n_kv))  # the programs of whole tiles of queries
-    with tlsim.options(checks=False, replay=True, wave=wave):
-        return launch_batch(
-            _simulated_kernels(), q, k_pool, v_pool, tables, n_rep, scale, Launch(rows, tile, 1, 1)
-        )
+    graph = True if scale is not None and scale <= 0 else graph  # the launch replaces q
+    with tlsim.options(checks=False, replay=graph, wave=wave):
+        kernels, launch = _simulated_kernels(), Launch(rows, tile, 1, 1)
+        return launch_batch(kernels, q, k_pool, v_pool, tables, n_rep, scale, launch, once=once)
+
+
+def _graph_of(q, k_pool, v_pool, integers: tuple[torch.Tensor, ...], *rest) -> tlsim.Graph:
+    """The launch of an equal call, checked and captured; an empty graph for the first such call.
+
+    The layers of a step make equal calls: only the numbers in q and the pools differ. A change in
+    place of `integers`, the slots or the tables, makes the call another one, since a tensor counts
+    such changes. It does not count a change through numpy. A tensor made in torch.inference_mode
+    counts none, so no graph is kept for it.
+    """
+    if any(x.is_inference() for x in integers):
+        return _new_graph.__wrapped__()
+    shapes = [(x.shape, x.stride(), x.dtype, x.device) for x in (q, k_pool, v_pool)]
+    return _new_graph(*rest, *shapes, *(x._version for x in integers))
+
+
+@lru_cache(maxsize=4)
+def _new_graph(*_) -> tlsim.Graph:
+    return tlsim.Graph("q_ptr", "k_ptr", "v_ptr", "out_ptr")
 
 
 @cache
@@ -636,15 +667,22 @@ def paged_attention_tlsim(
 
     Arguments and result as for paged_attention_reference; ValueError as for check_attention.
     """
-    check_attention(q, k_pool, v_pool, slot_mapping, n_rep)
     if _kernel.get() == "day22":
+        check_attention(q, k_pool, v_pool, slot_mapping, n_rep)
         programs = min(q.shape[1] * q.shape[2], 512)
         tile = next_power_of_2(min(len(slot_mapping), 512, (1 << 15) // programs))
         with tlsim.options(checks=False, wave=512):
             kernel = _simulated(paged_attention_kernel)
             return launch(kernel, q, k_pool, v_pool, slot_mapping, n_rep, scale, tile)
-    tables = _once(_tables_of, slot_mapping, q.shape[2])
-    return _one_sequence(_batch_tlsim(_packed(q), k_pool, v_pool, tables, n_rep, scale))
+    graph = _graph_of(q, k_pool, v_pool, (slot_mapping,), slot_mapping, n_rep, scale)
+    if graph.run is None:
+        check_attention(q, k_pool, v_pool, slot_mapping, n_rep)
+    q = _packed(q)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    if not graph.replay(q, k_pool, v_pool, out):
+        tables = _once(_tables_of, slot_mapping, len(q))
+        out = _batch_tlsim(q, k_pool, v_pool, tables, n_rep, scale, graph)
+    return _one_sequence(out)
 
 
 _simulated = cache(tlsim.jit)  # reads the source of a kernel once
@@ -962,8 +1000,10 @@ assert captured and again and len(made) == 1
 
 # %% [markdown]
 # The same recording served other queries, other lengths and other blocks. It is a flat list of torch calls. The
-# kernel's own Python and the types of the simulator are gone. (Calls that depend on the tables alone stand in a
-# function of their own, which runs once for all layers of a step.)
+# kernel's own Python and the types of the simulator are gone. Calls that depend on the tables alone stand in a
+# function of their own, `prepare`. The layers of a step have the same tables, so the launcher keeps the results of
+# `prepare` in a `tlsim.Graph`: `_graph_of` finds it by the tables and the shapes, and every layer after the first runs
+# `replay` alone. A tensor counts its changes in place, and a changed table has no graph yet.
 
 # %% tags=["nbval-ignore-output"]
 source = made[0].source.splitlines()
@@ -1005,7 +1045,8 @@ assert equal and all(seconds > 0 for seconds in times.values())
 #
 # A recording is right only for what it has fixed. A CUDA graph fixes the shapes, the grid and the **addresses** of all
 # tensors: new numbers must be copied into the same tensors. tlsim fixes shapes, constants and the turns of the loop, and
-# takes the tensors of each launch; where something differs, it records again. And if a launcher read a length on the
+# takes the tensors of each launch; where something differs, it records again. It does not see a table that numpy has
+# changed, because the tensor does not count that change. And if a launcher read a length on the
 # host, a CUDA graph would repeat the old length without an error. That is why a launch takes upper bounds.
 
 # %% [markdown]
