@@ -8,10 +8,15 @@ from pathlib import Path
 from nanoserve.kernels import tlsim
 
 FOLDER = Path(tlsim.__file__).parent
-CORE = ("values", "memory", "launch", "loops")  # and this part of language:
-IN_LANGUAGE = {
-    *("program_id", "num_programs", "arange", "full", "zeros", "broadcast_to"),
-    *("reduce_sum", "reduce_max", "reduce_min", "_reduce", "dot"),
+CORE = {  # what Days 21 and 22 land, by module
+    "values": None,  # all of it
+    "grid": {"Options", "Wave", "options_now", "options", "current", "running", "waves"},
+    "memory": {"load", "store", "access", "take"},
+    "launch": {"HINTS", "Kernel", "jit"},
+    "language": {
+        *("program_id", "num_programs", "arange", "full", "zeros", "broadcast_to"),
+        *("_reduction", "reduce_sum", "reduce_max", "reduce_min", "dot", "Range", "kept"),
+    },
 }
 BLANK = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),
@@ -31,17 +36,27 @@ def code_lines(file: Path) -> set[int]:
     return {line for lines in code for line in lines} - strings
 
 
+def core_lines(module: str) -> int:
+    """The lines of code of a module's part of the core, and of its imports."""
+    file, chosen = FOLDER / f"{module}.py", CORE[module]
+    code, found, lines = code_lines(file), set(), set()
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        names = {getattr(node, "name", None)}
+        names |= {
+            n.id for t in getattr(node, "targets", ()) for n in ast.walk(t) if hasattr(n, "id")
+        }
+        found |= names
+        if not chosen or names & chosen or isinstance(node, ast.Import | ast.ImportFrom):
+            first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))])
+            lines |= set(range(first, node.end_lineno + 1))
+    assert not chosen or chosen <= found
+    return len(lines & code)
+
+
 def test_the_core_is_small():
-    """Launch, program ids, blocks, pointers, values, load and store, reductions, dot, loops."""
-    language = FOLDER / "language.py"
-    body = ast.parse(language.read_text(encoding="utf-8")).body
-    chosen = [n for n in body if isinstance(n, ast.Import | ast.ImportFrom)]
-    chosen += [n for n in body if isinstance(n, ast.FunctionDef) and n.name in IN_LANGUAGE]
-    assert len(chosen) >= len(IN_LANGUAGE)
-    lines = {line for n in chosen for line in range(n.lineno, n.end_lineno + 1)}
-    core = sum(len(code_lines(FOLDER / f"{name}.py")) for name in CORE)
-    assert core + len(lines & code_lines(language)) <= 350
+    """Programs, blocks, pointers, load and store, reductions, dot, loops and the launch."""
+    assert sum(map(core_lines, CORE)) <= 362
 
 
 def test_all_of_it_does_not_grow():
-    assert sum(len(code_lines(file)) for file in FOLDER.glob("*.py")) <= 960
+    assert sum(len(code_lines(file)) for file in FOLDER.glob("*.py")) <= 802
