@@ -104,7 +104,7 @@ from nanoserve.kernels.tlsim.grid import current, fault, refuse
 
 # %% jupyter={"source_hidden": true}
 # lands in nanoserve/kernels/tlsim/rules.py: number_dtype, joint_dtype, wide, number and 8 more
-def number_dtype(x: Any, beside: torch.dtype | None = None) -> torch.dtype:
+def number_dtype(x, beside: torch.dtype | None = None) -> torch.dtype:
     """The dtype of a number: that of `beside`, the other operand, if it is of the same kind or a
     wider kind (bool, integer, float); else int1, int32 (int64 if large) or float32."""
     refuse(not isinstance(x, int | float), f"a kernel computes with no {type(x).__name__}")
@@ -128,14 +128,14 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32 if dtype.is_floating_point else torch.int32)
 
 
-def number(x: Any) -> Any:
+def number(x):
     """x, if it is no pointer."""
     if x.buffer:
         raise fault(f"a pointer into {x.buffer.name} allows only + and - of integers")
     return x
 
 
-def moved_buffer(a: Any, b: Any) -> Any:
+def moved_buffer(a, b):
     """The buffer of a + b: None for numbers. Only integers move a pointer."""
     moved, by = (a, b) if a.buffer else (b, a)
     moves = not number(by).dtype.is_floating_point and by.dtype != torch.bool
@@ -145,7 +145,7 @@ def moved_buffer(a: Any, b: Any) -> Any:
 joint_shape = cache(torch.broadcast_shapes)  # the shape that blocks of some shapes broadcast to
 
 
-def block_shape(*shape: Any) -> tuple[int, ...]:
+def block_shape(*shape) -> tuple[int, ...]:
     """The shape of a block, by Triton's rules: constants that are powers of two."""
     for n in shape:
         refuse(not isinstance(n, int), "the shape of a block must be tl.constexpr")
@@ -159,7 +159,7 @@ def torch_axis(axis: int, rank: int) -> int:
     return 3 + axis % rank
 
 
-def dot_operands(a: Any, b: Any) -> None:
+def dot_operands(a, b) -> None:
     """Refuse what tensor cores do not multiply."""
     fits = len(a.shape) == len(b.shape) > 1 and a.shape[-1] == b.shape[-2]
     refuse(not fits, f"tl.dot cannot multiply {list(a.shape)} by {list(b.shape)}")
@@ -170,7 +170,7 @@ def dot_operands(a: Any, b: Any) -> None:
     refuse(a.shape[-1] < least, f"tl.dot must sum over at least {least} lanes, got {a.shape[-1]}")
 
 
-def truth(x: Any) -> bool:
+def truth(x) -> bool:
     """Whether a condition of `if`, `while`, `and` or `or` is true: one answer for all programs."""
     refuse(bool(x.shape), "a block is neither true nor false: use tl.where, or &, | and ~ on masks")
     if current().off:
@@ -180,7 +180,7 @@ def truth(x: Any) -> bool:
     return bool(x.data)
 
 
-def method(x: Any, name: str) -> Any:
+def method(x, name: str):
     """x.sum() and the like: functions of `tl` as methods of a tensor."""
     language = sys.modules[f"{__package__}.language"]  # it imports this module, not the reverse
     return partial(getattr(language, name), x)
@@ -189,7 +189,7 @@ def method(x: Any, name: str) -> Any:
 class One(int):
     """An integer argument equal to 1: Triton compiles it as a constant."""
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str):
         rule = f"an integer argument equal to 1 is a constant in Triton, and has no .{name}"
         raise AttributeError(f"{rule}: this kernel would fail only when the argument is 1")
 
@@ -272,7 +272,7 @@ from nanoserve.kernels.tlsim.values import Value, as_value
 # %% jupyter={"source_hidden": true}
 # lands in nanoserve/kernels/tlsim/launch.py: _code, Run, select
 @cache
-def _code(node: ast.AST, file: str) -> Any:
+def _code(node: ast.AST, file: str):
     if isinstance(node, ast.expr):
         return compile(ast.Expression(node), file, "eval")
     return compile(ast.Module([node], []), file, "exec")
@@ -283,10 +283,10 @@ class Run:
     an `if`, ends with it. With checks, code that no program runs also runs, with all programs off:
     Triton compiles it."""
 
-    def __init__(self, file: str, names: dict[str, Any]) -> None:
+    def __init__(self, file: str, names: dict) -> None:
         self.file, self.names = file, names
 
-    def value(self, node: ast.AST) -> Any:
+    def value(self, node: ast.AST):
         """The value of an expression; None of a statement."""
         return eval(_code(node, self.file), self.names)
 
@@ -302,7 +302,7 @@ class Run:
         wave.at = outer
         return returned
 
-    def merge(self, before: dict[str, Any]) -> dict[str, Any]:
+    def merge(self, before: dict) -> dict:
         """Keep the old values in programs that are not active. Remove and return new variables."""
         for name, old in before.items():
             self.names[name] = before[name] = kept(name, old, self.names[name])
@@ -321,7 +321,7 @@ class Run:
 
     def While(self, node: ast.While) -> None:
         before = dict(self.names)
-        if current().options.checks:
+        if current().options.checks:  # there may be no turn
             self.skip(node.body, before)
         while self.value(node.test):
             self.block(node.body)
@@ -337,14 +337,14 @@ class Run:
         self.names |= {name: kept(name, other[name], new[name]) for name in other.keys() & new}
         return returned
 
-    def skip(self, statements: list[ast.stmt], before: dict[str, Any]) -> dict[str, Any]:
+    def skip(self, statements: list[ast.stmt], before: dict) -> dict:
         """Run what no program runs, with all programs off. Return the new variables."""
         with off():
             self.block(statements)
             return self.merge(before)
 
 
-def select(condition: Any, then: Callable[[], Any], other: Callable[[], Any]) -> Any:
+def select(condition, then: Callable, other: Callable):
     """`then() if condition else other()`."""
     taken, skipped = (then, other) if condition else (other, then)
     if not isinstance(condition, Value) or not current().options.checks:
@@ -402,14 +402,14 @@ class Source(ast.NodeTransformer):
         call.args[0], call.args[1].body, call.args[2].body = node.test, node.body, node.orelse
         return self.generic_visit(call)
 
-    def globals(self) -> dict[str, Any]:
+    def globals(self) -> dict:
         """The present values of the globals that the kernel uses."""
         cells, known = self.fn.__closure__ or (), self.fn.__globals__
         known = {name: known[name] for name in self.names if name in known}
         cells = zip(self.fn.__code__.co_freevars, cells, strict=True)
         return known | {name: cell.cell_contents for name, cell in cells}
 
-    def run(self, arguments: dict[str, Any]) -> Any:
+    def run(self, arguments: dict):
         """Run the function for all programs of the current wave. Return what it returns."""
         use = f"{self.fn.__name__} reads the global"
         names = {name: translate(x, f"{use} {name}") for name, x in self.globals().items()}
@@ -418,7 +418,7 @@ class Source(ast.NodeTransformer):
         return returned and returned[0]
 
 
-def named(x: Any) -> Any:
+def named(x):
     """The value that an assignment binds: a number becomes a tensor."""
     if isinstance(x, tuple):
         return tuple(map(named, x))
@@ -431,7 +431,7 @@ BUILTINS |= {"__named": named, "__select": select}
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
 
 
-def translate(x: Any, use: str = "") -> Any:
+def translate(x, use: str = ""):
     """tlsim's counterpart of a global of a kernel; KernelError for a global that Triton refuses."""
     if type(x).__name__ == "constexpr":
         return x.value
@@ -491,7 +491,7 @@ def off() -> AbstractContextManager:
     return running(replace(current(), active=nobody))
 
 
-def fault(what: str, first: tuple[int, ...] = (), at: Any = None) -> KernelError:
+def fault(what: str, first: tuple[int, ...] = (), at=None) -> KernelError:
     """A KernelError that names the kernel's line and, if `first` is the index of a lane in
     [x, y, z, *shape], the program and the lane."""
     file, line = at or current().at
@@ -578,7 +578,7 @@ def everywhere(pointer: Value, lanes: torch.Tensor | None) -> tuple[torch.Tensor
     return pointer.lanes.expand(shape), lanes.expand(shape)
 
 
-def refuse_lanes(wrong: torch.Tensor, pointer: Value, live: Any, action: str) -> None:
+def refuse_lanes(wrong: torch.Tensor, pointer: Value, live, action: str) -> None:
     """Raise KernelError for the first live lane where `wrong` is true."""
     offsets, wrong = everywhere(pointer, wrong if live is None else wrong & live)
     if wrong.any():
@@ -1007,12 +1007,12 @@ def cumsum(x: Value, axis: int = 0) -> Value:
     return Value(x.lanes.cumsum(torch_axis(axis, len(x.shape)), dtype=dtype))
 
 
-def where(condition: Any, x: Any, y: Any) -> Value:
+def where(condition, x, y) -> Value:
     """x where the condition is true, else y. Both are always computed."""
     return combine(torch.where, as_value(condition).to(torch.bool), *paired(x, y))
 
 
-def _extreme(op: Callable, x: Any, y: Any) -> Value:
+def _extreme(op: Callable, x, y) -> Value:
     """The larger or the smaller of x and y, lane by lane; if one is NaN, the other."""
     x, y = as_value(x), as_value(y)
     short = (x.to(float32) if x.dtype == bfloat16 else x for x in (x, y))
@@ -1022,7 +1022,7 @@ def _extreme(op: Callable, x: Any, y: Any) -> Value:
 maximum, minimum = partial(_extreme, torch.fmax), partial(_extreme, torch.fmin)
 
 
-def _function(name: str, x: Any) -> Value:
+def _function(name: str, x) -> Value:
     """torch's function of this name, lane by lane. All but abs are for float32 and float64 only."""
     x = as_value(x)
     short = name != "abs" and x.dtype not in (float32, float64)
@@ -1033,7 +1033,7 @@ def _function(name: str, x: Any) -> Value:
 FUNCTIONS = ("abs", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "floor", "ceil", "sigmoid")
 
 
-def cdiv(x: Any, y: Any) -> Any:
+def cdiv(x, y):
     """x / y, rounded up, for positive integers."""
     return (x + y - 1) // y
 
@@ -1054,7 +1054,7 @@ expand_dims = Value.expand_dims
 class constexpr:
     """A value known at compile time: annotates a parameter, or wraps a global."""
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value) -> None:
         self.value = value
 
 
@@ -1067,7 +1067,7 @@ HIDDEN = {name: partial(_function, name) for name in FUNCTIONS}  # Triton's name
 HIDDEN |= {"sum": reduce_sum, "max": reduce_max, "min": reduce_min, "range": Range}
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str):
     if name in HIDDEN:
         return HIDDEN[name]
     raise AttributeError(f"tlsim has no tl.{name}: it has the part of Triton that the course uses")

@@ -637,7 +637,7 @@ class Options:
     seed: int = 0
     wave: int = 1024
     replay: bool = False
-    trace: Any = None
+    trace: object = None
 
     def __post_init__(self) -> None:
         if self.order not in ("lockstep", "serial") or self.wave < 1:
@@ -701,7 +701,7 @@ def running(wave: Wave) -> Iterator[None]:
         _wave.reset(token)
 
 
-def waves(grid: tuple[int, int, int], device: Any, at: tuple[str, int]) -> Iterator[Wave]:
+def waves(grid: tuple[int, int, int], device, at: tuple[str, int]) -> Iterator[Wave]:
     """The waves of a launch: as many programs as there is room for. In serial order it is one."""
     options, accessed, parts = options_now(), {}, [()]
     serial = options.order == "serial"
@@ -754,7 +754,7 @@ def pointer(name: str, flat: torch.Tensor) -> "Value":
     return Value(torch.zeros(1, 1, 1, dtype=torch.int64, device=flat.device), Buffer(name, flat))
 
 
-def add(a: Any, b: Any) -> "Value":
+def add(a, b) -> "Value":
     """a + b. A pointer moves by integers. A row stays a row if all its lanes move alike."""
     a, b = paired(a, b)
     buffer = rules.moved_buffer(a, b)
@@ -767,7 +767,7 @@ def add(a: Any, b: Any) -> "Value":
 def _operator(op: Callable, divides: bool = False) -> tuple[Callable, Callable]:
     """The methods for `value op other` and for `number op value`."""
 
-    def forward(a: Any, b: Any) -> "Value":
+    def forward(a, b) -> "Value":
         return combine(op, *paired(a, b, divides))
 
     return forward, lambda a, b: forward(b, a)
@@ -813,7 +813,7 @@ class Value:
         data = (self.lanes if stands else self.data).unsqueeze(axis)
         return Value(data, self.buffer, 1 if stands else self.width)
 
-    def __getitem__(self, index: Any) -> "Value":
+    def __getitem__(self, index) -> "Value":
         """x[:, None] and the like: None is a new axis of size 1. Triton has no other index."""
         out = self
         for axis, i in enumerate(index if isinstance(index, tuple) else (index,)):
@@ -835,7 +835,7 @@ class Value:
     def __invert__(self) -> "Value":
         return combine(operator.invert, self)
 
-    def __sub__(self, other: Any) -> "Value":
+    def __sub__(self, other) -> "Value":
         moves = self.buffer or self.width > 1
         return add(self, -other) if moves else combine(operator.sub, *paired(self, other))
 
@@ -856,7 +856,7 @@ class Value:
     __le__, __ge__ = _operator(operator.le)
 
 
-def as_value(x: Any, beside: Any = None, device: torch.device | None = None) -> Value:
+def as_value(x, beside=None, device: torch.device | None = None) -> Value:
     """A number as a Value, in the dtype that it has beside another operand."""
     if isinstance(x, Value):
         return x
@@ -865,7 +865,7 @@ def as_value(x: Any, beside: Any = None, device: torch.device | None = None) -> 
     return Value(torch.tensor([[[x]]], dtype=dtype, device=device))
 
 
-def paired(a: Any, b: Any, divides: bool = False) -> tuple[Value, Value]:
+def paired(a, b, divides: bool = False) -> tuple[Value, Value]:
     """Two operands in the dtype in which they meet."""
     a, b = as_value(a, b), as_value(b, a)
     if a.buffer or b.buffer or (a.dtype == b.dtype and not divides):
@@ -880,7 +880,7 @@ def combine(op: Callable, *values: Value) -> Value:
     return Value(op(*aligned(*(x.lanes for x in values))))
 
 
-def fitting(x: Any, shape: tuple[int, ...]) -> torch.Tensor:
+def fitting(x, shape: tuple[int, ...]) -> torch.Tensor:
     """x's lanes, in a shape that broadcasts to this shape of a block."""
     x = as_value(x)
     larger = rules.joint_shape(x.shape, shape) != shape
@@ -919,7 +919,7 @@ print(offsets.lanes.view(3, 4))
 
 # %% jupyter={"source_hidden": true}
 # lands in nanoserve/kernels/tlsim/memory.py: load, store, access, take
-def load(pointer: Value, mask: Any = None, other: Any = None, **_) -> Value:
+def load(pointer: Value, mask=None, other=None, **_) -> Value:
     """tl.load: the elements at the pointers where the mask is true, and `other` elsewhere.
 
     Without `other`, the other lanes are undefined on a GPU, and NaN in tlsim (0 for integers).
@@ -940,7 +940,7 @@ def load(pointer: Value, mask: Any = None, other: Any = None, **_) -> Value:
     return Value(data)
 
 
-def store(pointer: Value, value: Any, mask: Any = None, adds: bool = False, **_) -> None:
+def store(pointer: Value, value, mask=None, adds: bool = False, **_) -> None:
     """tl.store: write value's lanes to the pointers where the mask is true."""
     _, live = access("atomic_add" if adds else "store", pointer, mask)
     flat, shape = pointer.buffer.flat, (*current().programs.shape, *pointer.shape)
@@ -952,7 +952,7 @@ def store(pointer: Value, value: Any, mask: Any = None, adds: bool = False, **_)
     (flat.index_add_ if adds else flat.index_copy_)(0, at, data)
 
 
-def access(kind: str, pointer: Value, mask: Any) -> tuple[Any, Any]:
+def access(kind: str, pointer: Value, mask) -> tuple:
     """Return (mask, live): the mask, and the mask within the programs that run, each broadcast to
     [x, y, z, *shape]; None stands for all lanes. The sanitizer and the trace see the access."""
     if not isinstance(pointer, Value) or not pointer.buffer:
@@ -1019,7 +1019,7 @@ def arange(start: int, end: int) -> Value:
     return Value(as_value(start).data[..., None], width=length)
 
 
-def full(shape: tuple[int, ...], value: Any, dtype: torch.dtype) -> Value:
+def full(shape: tuple[int, ...], value, dtype: torch.dtype) -> Value:
     """A block with `value` in every lane."""
     return broadcast_to(as_value(value).to(dtype), shape)
 
@@ -1029,7 +1029,7 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Value:
     return full(shape, 0, dtype)
 
 
-def broadcast_to(x: Any, shape: tuple[int, ...]) -> Value:
+def broadcast_to(x, shape: tuple[int, ...]) -> Value:
     """The same lanes repeated along axes of size 1."""
     x, shape = as_value(x), block_shape(*shape)
     return Value(fitting(x, shape).expand(-1, -1, -1, *shape), x.buffer)
@@ -1061,18 +1061,19 @@ class Kernel:
         update_wrapper(self, fn)
         self.fn, self.source, self.recordings = fn, Source(fn), Recordings(self)
         self.constants = {n for n, kind in fn.__annotations__.items() if "constexpr" in str(kind)}
+        # bind(*args, **kwargs) gives the arguments by name, by Python's own rules
         self.bind = eval(f"lambda {', '.join(inspect.signature(fn).parameters)}: locals()")
         self.bind.__defaults__, self.bind.__qualname__ = fn.__defaults__, fn.__name__
 
-    def __getitem__(self, grid: Any) -> Callable:
+    def __getitem__(self, grid) -> Callable:
         return partial(self.launch, grid)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args, **kwargs):
         """Run this kernel inside another kernel, which calls it."""
         return self.source.run(self.bind(*args, **kwargs))
 
     @torch.no_grad()
-    def launch(self, grid: Any, *args: Any, **kwargs: Any) -> None:
+    def launch(self, grid, *args, **kwargs) -> None:
         """Run every program of the grid: up to three sizes, or a function that returns them.
 
         Tensors become pointers to their first elements, and numbers become scalars; tl.constexpr
@@ -1089,7 +1090,7 @@ class Kernel:
         run = self.recordings.launch if options.replay and not watched else self.run
         run((*sizes, 1, 1)[:3], given)
 
-    def run(self, grid: tuple[int, int, int], given: dict[str, Any], inputs: Any = ()) -> None:
+    def run(self, grid: tuple[int, int, int], given: dict, inputs=()) -> None:
         """Run the kernel for each wave of programs. `inputs`: numbers that are tensors already."""
         devices = (x.device for x in given.values() if isinstance(x, torch.Tensor))
         device = next(devices, torch.device("cpu"))
@@ -1099,7 +1100,7 @@ class Kernel:
             with running(wave):
                 self.source.run(arguments)
 
-    def _argument(self, name: str, x: Any, device: torch.device) -> Any:
+    def _argument(self, name: str, x, device: torch.device):
         if x is None or name in self.constants:
             return translate(x)
         if isinstance(x, torch.Tensor):

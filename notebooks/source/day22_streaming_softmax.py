@@ -289,7 +289,7 @@ print(
 class Range:
     """tl.range, and range in a kernel. A bound is a number, or a value that differs by program."""
 
-    def __init__(self, start: Any, stop: Any = None, step: Any = 1, **_) -> None:
+    def __init__(self, start, stop=None, step=1, **_) -> None:
         start, stop = (0, start) if stop is None else (start, stop)
         start, self.stop = paired(start, as_value(stop))
         self.start, self.step = paired(start, as_value(step))
@@ -314,7 +314,7 @@ class Range:
         wave.active = outer
 
 
-def kept(name: str, old: Any, new: Any) -> Any:
+def kept(name: str, old, new):
     """What a variable holds after code that only some programs run: the new value in the active
     programs, and the old one in the others. Its shape and dtype must be the same."""
     if new is old or not isinstance(old, Value) or not isinstance(new, Value):

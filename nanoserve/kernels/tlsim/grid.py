@@ -6,7 +6,6 @@ from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -34,7 +33,7 @@ class Options:
     seed: int = 0
     wave: int = 1024
     replay: bool = False
-    trace: Any = None
+    trace: object = None
 
     def __post_init__(self) -> None:
         if self.order not in ("lockstep", "serial") or self.wave < 1:
@@ -107,7 +106,7 @@ def off() -> AbstractContextManager:
     return running(replace(current(), active=nobody))
 
 
-def waves(grid: tuple[int, int, int], device: Any, at: tuple[str, int]) -> Iterator[Wave]:
+def waves(grid: tuple[int, int, int], device, at: tuple[str, int]) -> Iterator[Wave]:
     """The waves of a launch: as many programs as there is room for. In serial order it is one."""
     options, accessed, parts = options_now(), {}, [()]
     serial = options.order == "serial"
@@ -122,7 +121,7 @@ def waves(grid: tuple[int, int, int], device: Any, at: tuple[str, int]) -> Itera
         yield Wave(grid, parts[i], options, accessed, at=at)
 
 
-def fault(what: str, first: tuple[int, ...] = (), at: Any = None) -> KernelError:
+def fault(what: str, first: tuple[int, ...] = (), at=None) -> KernelError:
     """A KernelError that names the kernel's line and, if `first` is the index of a lane in
     [x, y, z, *shape], the program and the lane."""
     file, line = at or current().at

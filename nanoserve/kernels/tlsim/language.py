@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -39,7 +38,7 @@ def arange(start: int, end: int) -> Value:
     return Value(as_value(start).data[..., None], width=length)
 
 
-def full(shape: tuple[int, ...], value: Any, dtype: torch.dtype) -> Value:
+def full(shape: tuple[int, ...], value, dtype: torch.dtype) -> Value:
     """A block with `value` in every lane."""
     return broadcast_to(as_value(value).to(dtype), shape)
 
@@ -49,7 +48,7 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Value:
     return full(shape, 0, dtype)
 
 
-def broadcast_to(x: Any, shape: tuple[int, ...]) -> Value:
+def broadcast_to(x, shape: tuple[int, ...]) -> Value:
     """The same lanes repeated along axes of size 1."""
     x, shape = as_value(x), block_shape(*shape)
     return Value(fitting(x, shape).expand(-1, -1, -1, *shape), x.buffer)
@@ -100,7 +99,7 @@ def dot(a: Value, b: Value, acc: Value | None = None, *, out_dtype=torch.float32
 class Range:
     """tl.range, and range in a kernel. A bound is a number, or a value that differs by program."""
 
-    def __init__(self, start: Any, stop: Any = None, step: Any = 1, **_) -> None:
+    def __init__(self, start, stop=None, step=1, **_) -> None:
         start, stop = (0, start) if stop is None else (start, stop)
         start, self.stop = paired(start, as_value(stop))
         self.start, self.step = paired(start, as_value(step))
@@ -125,7 +124,7 @@ class Range:
         wave.active = outer
 
 
-def kept(name: str, old: Any, new: Any) -> Any:
+def kept(name: str, old, new):
     """What a variable holds after code that only some programs run: the new value in the active
     programs, and the old one in the others. Its shape and dtype must be the same."""
     if new is old or not isinstance(old, Value) or not isinstance(new, Value):
@@ -142,12 +141,12 @@ def kept(name: str, old: Any, new: Any) -> Any:
 # ---- functions of each lane, and changes of shape
 
 
-def where(condition: Any, x: Any, y: Any) -> Value:
+def where(condition, x, y) -> Value:
     """x where the condition is true, else y. Both are always computed."""
     return combine(torch.where, as_value(condition).to(torch.bool), *paired(x, y))
 
 
-def _extreme(op: Callable, x: Any, y: Any) -> Value:
+def _extreme(op: Callable, x, y) -> Value:
     """The larger or the smaller of x and y, lane by lane; if one is NaN, the other."""
     x, y = as_value(x), as_value(y)
     short = (x.to(float32) if x.dtype == bfloat16 else x for x in (x, y))
@@ -157,7 +156,7 @@ def _extreme(op: Callable, x: Any, y: Any) -> Value:
 maximum, minimum = partial(_extreme, torch.fmax), partial(_extreme, torch.fmin)
 
 
-def _function(name: str, x: Any) -> Value:
+def _function(name: str, x) -> Value:
     """torch's function of this name, lane by lane. All but abs are for float32 and float64 only."""
     x = as_value(x)
     short = name != "abs" and x.dtype not in (float32, float64)
@@ -168,7 +167,7 @@ def _function(name: str, x: Any) -> Value:
 FUNCTIONS = ("abs", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "floor", "ceil", "sigmoid")
 
 
-def cdiv(x: Any, y: Any) -> Any:
+def cdiv(x, y):
     """x / y, rounded up, for positive integers."""
     return (x + y - 1) // y
 
@@ -192,7 +191,7 @@ expand_dims = Value.expand_dims
 class constexpr:
     """A value known at compile time: annotates a parameter, or wraps a global."""
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value) -> None:
         self.value = value
 
 
@@ -205,7 +204,7 @@ HIDDEN = {name: partial(_function, name) for name in FUNCTIONS}  # Triton's name
 HIDDEN |= {"sum": reduce_sum, "max": reduce_max, "min": reduce_min, "range": Range}
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str):
     if name in HIDDEN:
         return HIDDEN[name]
     raise AttributeError(f"tlsim has no tl.{name}: it has the part of Triton that the course uses")

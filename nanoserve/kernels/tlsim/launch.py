@@ -7,7 +7,6 @@ import textwrap
 from collections.abc import Callable
 from functools import cache, partial, update_wrapper
 from types import ModuleType
-from typing import Any
 
 import torch
 
@@ -32,18 +31,19 @@ class Kernel:
         update_wrapper(self, fn)
         self.fn, self.source, self.recordings = fn, Source(fn), Recordings(self)
         self.constants = {n for n, kind in fn.__annotations__.items() if "constexpr" in str(kind)}
+        # bind(*args, **kwargs) gives the arguments by name, by Python's own rules
         self.bind = eval(f"lambda {', '.join(inspect.signature(fn).parameters)}: locals()")
         self.bind.__defaults__, self.bind.__qualname__ = fn.__defaults__, fn.__name__
 
-    def __getitem__(self, grid: Any) -> Callable:
+    def __getitem__(self, grid) -> Callable:
         return partial(self.launch, grid)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args, **kwargs):
         """Run this kernel inside another kernel, which calls it."""
         return self.source.run(self.bind(*args, **kwargs))
 
     @torch.no_grad()
-    def launch(self, grid: Any, *args: Any, **kwargs: Any) -> None:
+    def launch(self, grid, *args, **kwargs) -> None:
         """Run every program of the grid: up to three sizes, or a function that returns them.
 
         Tensors become pointers to their first elements, and numbers become scalars; tl.constexpr
@@ -60,7 +60,7 @@ class Kernel:
         run = self.recordings.launch if options.replay and not watched else self.run
         run((*sizes, 1, 1)[:3], given)
 
-    def run(self, grid: tuple[int, int, int], given: dict[str, Any], inputs: Any = ()) -> None:
+    def run(self, grid: tuple[int, int, int], given: dict, inputs=()) -> None:
         """Run the kernel for each wave of programs. `inputs`: numbers that are tensors already."""
         devices = (x.device for x in given.values() if isinstance(x, torch.Tensor))
         device = next(devices, torch.device("cpu"))
@@ -70,7 +70,7 @@ class Kernel:
             with running(wave):
                 self.source.run(arguments)
 
-    def _argument(self, name: str, x: Any, device: torch.device) -> Any:
+    def _argument(self, name: str, x, device: torch.device):
         if x is None or name in self.constants:
             return translate(x)
         if isinstance(x, torch.Tensor):
@@ -119,14 +119,14 @@ class Source(ast.NodeTransformer):
         call.args[0], call.args[1].body, call.args[2].body = node.test, node.body, node.orelse
         return self.generic_visit(call)
 
-    def globals(self) -> dict[str, Any]:
+    def globals(self) -> dict:
         """The present values of the globals that the kernel uses."""
         cells, known = self.fn.__closure__ or (), self.fn.__globals__
         known = {name: known[name] for name in self.names if name in known}
         cells = zip(self.fn.__code__.co_freevars, cells, strict=True)
         return known | {name: cell.cell_contents for name, cell in cells}
 
-    def run(self, arguments: dict[str, Any]) -> Any:
+    def run(self, arguments: dict):
         """Run the function for all programs of the current wave. Return what it returns."""
         use = f"{self.fn.__name__} reads the global"
         names = {name: translate(x, f"{use} {name}") for name, x in self.globals().items()}
@@ -136,7 +136,7 @@ class Source(ast.NodeTransformer):
 
 
 @cache
-def _code(node: ast.AST, file: str) -> Any:
+def _code(node: ast.AST, file: str):
     if isinstance(node, ast.expr):
         return compile(ast.Expression(node), file, "eval")
     return compile(ast.Module([node], []), file, "exec")
@@ -147,10 +147,10 @@ class Run:
     an `if`, ends with it. With checks, code that no program runs also runs, with all programs off:
     Triton compiles it."""
 
-    def __init__(self, file: str, names: dict[str, Any]) -> None:
+    def __init__(self, file: str, names: dict) -> None:
         self.file, self.names = file, names
 
-    def value(self, node: ast.AST) -> Any:
+    def value(self, node: ast.AST):
         """The value of an expression; None of a statement."""
         return eval(_code(node, self.file), self.names)
 
@@ -166,7 +166,7 @@ class Run:
         wave.at = outer
         return returned
 
-    def merge(self, before: dict[str, Any]) -> dict[str, Any]:
+    def merge(self, before: dict) -> dict:
         """Keep the old values in programs that are not active. Remove and return new variables."""
         for name, old in before.items():
             self.names[name] = before[name] = kept(name, old, self.names[name])
@@ -185,7 +185,7 @@ class Run:
 
     def While(self, node: ast.While) -> None:
         before = dict(self.names)
-        if current().options.checks:
+        if current().options.checks:  # there may be no turn
             self.skip(node.body, before)
         while self.value(node.test):
             self.block(node.body)
@@ -201,14 +201,14 @@ class Run:
         self.names |= {name: kept(name, other[name], new[name]) for name in other.keys() & new}
         return returned
 
-    def skip(self, statements: list[ast.stmt], before: dict[str, Any]) -> dict[str, Any]:
+    def skip(self, statements: list[ast.stmt], before: dict) -> dict:
         """Run what no program runs, with all programs off. Return the new variables."""
         with off():
             self.block(statements)
             return self.merge(before)
 
 
-def select(condition: Any, then: Callable[[], Any], other: Callable[[], Any]) -> Any:
+def select(condition, then: Callable, other: Callable):
     """`then() if condition else other()`."""
     taken, skipped = (then, other) if condition else (other, then)
     if not isinstance(condition, Value) or not current().options.checks:
@@ -218,7 +218,7 @@ def select(condition: Any, then: Callable[[], Any], other: Callable[[], Any]) ->
     return kept("the result", unused, as_value(taken()))
 
 
-def named(x: Any) -> Any:
+def named(x):
     """The value that an assignment binds: a number becomes a tensor."""
     if isinstance(x, tuple):
         return tuple(map(named, x))
@@ -231,7 +231,7 @@ BUILTINS |= {"__named": named, "__select": select}
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
 
 
-def translate(x: Any, use: str = "") -> Any:
+def translate(x, use: str = ""):
     """tlsim's counterpart of a global of a kernel; KernelError for a global that Triton refuses."""
     if type(x).__name__ == "constexpr":
         return x.value

@@ -3,7 +3,6 @@
 from collections import namedtuple
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
@@ -14,7 +13,7 @@ from nanoserve.kernels.tlsim.values import Value, aligned, fitting
 # ---- loads and stores
 
 
-def load(pointer: Value, mask: Any = None, other: Any = None, **_) -> Value:
+def load(pointer: Value, mask=None, other=None, **_) -> Value:
     """tl.load: the elements at the pointers where the mask is true, and `other` elsewhere.
 
     Without `other`, the other lanes are undefined on a GPU, and NaN in tlsim (0 for integers).
@@ -35,7 +34,7 @@ def load(pointer: Value, mask: Any = None, other: Any = None, **_) -> Value:
     return Value(data)
 
 
-def store(pointer: Value, value: Any, mask: Any = None, adds: bool = False, **_) -> None:
+def store(pointer: Value, value, mask=None, adds: bool = False, **_) -> None:
     """tl.store: write value's lanes to the pointers where the mask is true."""
     _, live = access("atomic_add" if adds else "store", pointer, mask)
     flat, shape = pointer.buffer.flat, (*current().programs.shape, *pointer.shape)
@@ -47,7 +46,7 @@ def store(pointer: Value, value: Any, mask: Any = None, adds: bool = False, **_)
     (flat.index_add_ if adds else flat.index_copy_)(0, at, data)
 
 
-def access(kind: str, pointer: Value, mask: Any) -> tuple[Any, Any]:
+def access(kind: str, pointer: Value, mask) -> tuple:
     """Return (mask, live): the mask, and the mask within the programs that run, each broadcast to
     [x, y, z, *shape]; None stands for all lanes. The sanitizer and the trace see the access."""
     if not isinstance(pointer, Value) or not pointer.buffer:
@@ -109,7 +108,7 @@ def everywhere(pointer: Value, lanes: torch.Tensor | None) -> tuple[torch.Tensor
     return pointer.lanes.expand(shape), lanes.expand(shape)
 
 
-def refuse_lanes(wrong: torch.Tensor, pointer: Value, live: Any, action: str) -> None:
+def refuse_lanes(wrong: torch.Tensor, pointer: Value, live, action: str) -> None:
     """Raise KernelError for the first live lane where `wrong` is true."""
     offsets, wrong = everywhere(pointer, wrong if live is None else wrong & live)
     if wrong.any():

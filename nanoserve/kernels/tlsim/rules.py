@@ -2,7 +2,6 @@
 
 import sys
 from functools import cache, partial
-from typing import Any
 
 import torch
 
@@ -11,7 +10,7 @@ from nanoserve.kernels.tlsim.grid import current, fault, refuse
 # ---- dtypes
 
 
-def number_dtype(x: Any, beside: torch.dtype | None = None) -> torch.dtype:
+def number_dtype(x, beside: torch.dtype | None = None) -> torch.dtype:
     """The dtype of a number: that of `beside`, the other operand, if it is of the same kind or a
     wider kind (bool, integer, float); else int1, int32 (int64 if large) or float32."""
     refuse(not isinstance(x, int | float), f"a kernel computes with no {type(x).__name__}")
@@ -35,14 +34,14 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32 if dtype.is_floating_point else torch.int32)
 
 
-def number(x: Any) -> Any:
+def number(x):
     """x, if it is no pointer."""
     if x.buffer:
         raise fault(f"a pointer into {x.buffer.name} allows only + and - of integers")
     return x
 
 
-def moved_buffer(a: Any, b: Any) -> Any:
+def moved_buffer(a, b):
     """The buffer of a + b: None for numbers. Only integers move a pointer."""
     moved, by = (a, b) if a.buffer else (b, a)
     moves = not number(by).dtype.is_floating_point and by.dtype != torch.bool
@@ -54,7 +53,7 @@ def moved_buffer(a: Any, b: Any) -> Any:
 joint_shape = cache(torch.broadcast_shapes)  # the shape that blocks of some shapes broadcast to
 
 
-def block_shape(*shape: Any) -> tuple[int, ...]:
+def block_shape(*shape) -> tuple[int, ...]:
     """The shape of a block, by Triton's rules: constants that are powers of two."""
     for n in shape:
         refuse(not isinstance(n, int), "the shape of a block must be tl.constexpr")
@@ -68,7 +67,7 @@ def torch_axis(axis: int, rank: int) -> int:
     return 3 + axis % rank
 
 
-def dot_operands(a: Any, b: Any) -> None:
+def dot_operands(a, b) -> None:
     """Refuse what tensor cores do not multiply."""
     fits = len(a.shape) == len(b.shape) > 1 and a.shape[-1] == b.shape[-2]
     refuse(not fits, f"tl.dot cannot multiply {list(a.shape)} by {list(b.shape)}")
@@ -82,7 +81,7 @@ def dot_operands(a: Any, b: Any) -> None:
 # ---- conditions and methods
 
 
-def truth(x: Any) -> bool:
+def truth(x) -> bool:
     """Whether a condition of `if`, `while`, `and` or `or` is true: one answer for all programs."""
     refuse(bool(x.shape), "a block is neither true nor false: use tl.where, or &, | and ~ on masks")
     if current().off:
@@ -92,7 +91,7 @@ def truth(x: Any) -> bool:
     return bool(x.data)
 
 
-def method(x: Any, name: str) -> Any:
+def method(x, name: str):
     """x.sum() and the like: functions of `tl` as methods of a tensor."""
     language = sys.modules[f"{__package__}.language"]  # it imports this module, not the reverse
     return partial(getattr(language, name), x)
@@ -101,6 +100,6 @@ def method(x: Any, name: str) -> Any:
 class One(int):
     """An integer argument equal to 1: Triton compiles it as a constant."""
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str):
         rule = f"an integer argument equal to 1 is a constant in Triton, and has no .{name}"
         raise AttributeError(f"{rule}: this kernel would fail only when the argument is 1")

@@ -3,7 +3,6 @@
 import operator
 from collections import namedtuple
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -31,7 +30,7 @@ def pointer(name: str, flat: torch.Tensor) -> "Value":
     return Value(torch.zeros(1, 1, 1, dtype=torch.int64, device=flat.device), Buffer(name, flat))
 
 
-def add(a: Any, b: Any) -> "Value":
+def add(a, b) -> "Value":
     """a + b. A pointer moves by integers. A row stays a row if all its lanes move alike."""
     a, b = paired(a, b)
     buffer = rules.moved_buffer(a, b)
@@ -47,7 +46,7 @@ def add(a: Any, b: Any) -> "Value":
 def _operator(op: Callable, divides: bool = False) -> tuple[Callable, Callable]:
     """The methods for `value op other` and for `number op value`."""
 
-    def forward(a: Any, b: Any) -> "Value":
+    def forward(a, b) -> "Value":
         return combine(op, *paired(a, b, divides))
 
     return forward, lambda a, b: forward(b, a)
@@ -93,7 +92,7 @@ class Value:
         data = (self.lanes if stands else self.data).unsqueeze(axis)
         return Value(data, self.buffer, 1 if stands else self.width)
 
-    def __getitem__(self, index: Any) -> "Value":
+    def __getitem__(self, index) -> "Value":
         """x[:, None] and the like: None is a new axis of size 1. Triton has no other index."""
         out = self
         for axis, i in enumerate(index if isinstance(index, tuple) else (index,)):
@@ -115,7 +114,7 @@ class Value:
     def __invert__(self) -> "Value":
         return combine(operator.invert, self)
 
-    def __sub__(self, other: Any) -> "Value":
+    def __sub__(self, other) -> "Value":
         moves = self.buffer or self.width > 1
         return add(self, -other) if moves else combine(operator.sub, *paired(self, other))
 
@@ -136,7 +135,7 @@ class Value:
     __le__, __ge__ = _operator(operator.le)
 
 
-def as_value(x: Any, beside: Any = None, device: torch.device | None = None) -> Value:
+def as_value(x, beside=None, device: torch.device | None = None) -> Value:
     """A number as a Value, in the dtype that it has beside another operand."""
     if isinstance(x, Value):
         return x
@@ -145,7 +144,7 @@ def as_value(x: Any, beside: Any = None, device: torch.device | None = None) -> 
     return Value(torch.tensor([[[x]]], dtype=dtype, device=device))
 
 
-def paired(a: Any, b: Any, divides: bool = False) -> tuple[Value, Value]:
+def paired(a, b, divides: bool = False) -> tuple[Value, Value]:
     """Two operands in the dtype in which they meet."""
     a, b = as_value(a, b), as_value(b, a)
     if a.buffer or b.buffer or (a.dtype == b.dtype and not divides):
@@ -160,7 +159,7 @@ def combine(op: Callable, *values: Value) -> Value:
     return Value(op(*aligned(*(x.lanes for x in values))))
 
 
-def fitting(x: Any, shape: tuple[int, ...]) -> torch.Tensor:
+def fitting(x, shape: tuple[int, ...]) -> torch.Tensor:
     """x's lanes, in a shape that broadcasts to this shape of a block."""
     x = as_value(x)
     larger = rules.joint_shape(x.shape, shape) != shape
