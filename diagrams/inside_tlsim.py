@@ -16,7 +16,7 @@ from shapes import (
 
 CORE, ADDED, LEFT, STEP, WIDTH = 112, 226, 28, 201, 181
 STEPS = (  # the core's step, what it does; the part of the appendix, what it adds
-    ("read the source", "for loops are rewritten", "Rules of the source",
+    ("read the source", "statement by statement", "Rules of the source",
      "refuses what\nTriton refuses"),
     ("run each line", "for all programs at once", "Typing rules",
      "the dtype that Triton\ncomputes in"),

@@ -376,6 +376,7 @@ class PagedBatch:
             block_size=size,
             max_query_len=max(query_lens),
             max_kv_len=max(self._ends),
+            total_kv_len=sum(self._ends),
         )
 
 

@@ -89,8 +89,9 @@ def test_every_integer_that_may_be_1_may_be_a_constant():
     assert kernel.asm["cubin"]
 
 
-# Bytes of shared memory that a block of threads may have: T4, A100, H100, B200.
-SHARED = {75: 64 * KIB, 80: 163 * KIB, 90: 227 * KIB, 100: 227 * KIB}
+# Bytes of shared memory that a block of threads may have: T4, A100, RTX 30 and 50, H100, B200.
+SHARED = {75: 64, 80: 163, 86: 99, 90: 227, 100: 227, 120: 99}
+SHARED = {capability: size * KIB for capability, size in SHARED.items()}
 
 
 class SplitKV:
@@ -102,10 +103,11 @@ class SplitKV:
         self.merge_kernel = Recorder(merge_kernel)
 
 
-@pytest.mark.parametrize("kind", ["split", "packed", "prefill"])
-@pytest.mark.parametrize(("capability", "dtype"), TYPES)
-def test_split_kv_compiles_for_every_gpu_and_fits_there(capability, dtype, kind):
-    head_dim = 128 if dtype == torch.float16 else 64
+KINDS = ("split", "packed", "waves", "prefill")
+
+
+def launched(kind: str, capability: int, head_dim: int, dtype: torch.dtype) -> SplitKV:
+    """The kernels as a launch of a kind gives them their arguments."""
     query_len = 100 if kind == "prefill" else 1
     pool = torch.zeros(64, 8, head_dim, dtype=dtype)
     integers = {"dtype": torch.int32}
@@ -116,9 +118,17 @@ def test_split_kv_compiles_for_every_gpu_and_fits_there(capability, dtype, kind)
     q = torch.zeros(3 * query_len, 32, head_dim, dtype=dtype)
     kernels, found = SplitKV(), launch_of(kind, divmod(capability, 10), head_dim, dtype)
     launch_batch(kernels, q, pool, pool, tables, 4, None, found, 33 if kind == "split" else 0)
-    launched = [x for x in vars(kernels).values() if x.given]
-    assert len(launched) == (2 if kind == "split" else 1)
-    for recorder in launched:
+    return kernels
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("capability", "dtype"), TYPES)
+def test_split_kv_compiles_for_every_gpu_and_fits_there(capability, dtype, kind):
+    head_dim = 128 if dtype == torch.float16 else 64
+    kernels = launched(kind, capability, head_dim, dtype)
+    used = [x for x in vars(kernels).values() if x.given]
+    assert len(used) == (2 if kind == "split" else 1)
+    for recorder in used:
         kernel = recorder.compiled(capability)
         assert kernel.asm["cubin"]
         assert kernel.metadata.shared <= SHARED[capability]
@@ -126,3 +136,21 @@ def test_split_kv_compiles_for_every_gpu_and_fits_there(capability, dtype, kind)
     ptx = attention.compiled(capability).asm["ptx"]
     wide = ptx.count("cp.async.cg.shared.global") + ptx.count(".v4.b32") + ptx.count(".v4.u32")
     assert wide >= 2  # keys and values move 16 bytes at a time
+
+
+@pytest.mark.parametrize("kind", ["split", "prefill"])
+@pytest.mark.parametrize(
+    ("capability", "head_dim", "dtype"),
+    [
+        (75, 256, torch.float16),
+        (75, 256, torch.float32),
+        (86, 256, torch.bfloat16),
+        (90, 256, torch.bfloat16),
+        (120, 256, torch.bfloat16),
+        (120, 128, torch.bfloat16),
+    ],
+)
+def test_wide_heads_and_small_gpus_have_room(capability, head_dim, dtype, kind):
+    for recorder in vars(launched(kind, capability, head_dim, dtype)).values():
+        if recorder.given:
+            assert recorder.compiled(capability).metadata.shared <= SHARED[capability]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from nanoserve.course.exercises.day31 import REVIEW, bytes_in_flight, newest_row
 from nanoserve.kernels.dispatch import paged_attention_batch_tlsim
 from nanoserve.kernels.reference import ATOL, RTOL, PagedTables, paged_attention_batch_reference
-from nanoserve.kernels.split_kv import FLOAT32, LAUNCHES, Launch, launch_of
+from nanoserve.kernels.split_kv import FLOAT32, LAUNCHES, Launch, choose_launch, launch_of
 from nanoserve.kernels.tlsim import replay
 
 CAPABILITIES = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
@@ -16,7 +16,7 @@ SHARED = {(7, 5): 64 << 10, (8, 0): 164 << 10, (9, 0): 228 << 10}  # of a multip
 BLOCKS, MAX_KV_LEN = 12, 48  # of 8 slots
 
 
-@pytest.mark.parametrize("kernel", ["split", "packed", "prefill"])
+@pytest.mark.parametrize("kernel", ["split", "packed", "waves", "prefill"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_the_package_chooses_a_row_as_the_exercise_does(kernel, head_dim):
     widths = [w for name, _, w in LAUNCHES if name == kernel and w >= head_dim]
@@ -31,8 +31,50 @@ def test_the_package_chooses_a_row_as_the_exercise_does(kernel, head_dim):
 
 def test_float32_has_one_row_and_an_older_gpu_has_none():
     assert launch_of("split", (7, 5), 128, torch.float32) == FLOAT32
+    assert launch_of("split", (7, 5), 256, torch.float32).tile == 16
     with pytest.raises(ValueError, match=r"7\.0"):
         launch_of("split", (7, 0), 128, torch.float16)
+
+
+def chosen(kv_lens, n_kv, head_dim=128, query_len=1, total=True, n_rep=4):
+    """What choose_launch gives for a batch on an H200."""
+    lens = torch.tensor(kv_lens, dtype=torch.int32)
+    starts = torch.arange(len(lens) + 1, dtype=torch.int32) * query_len
+    blocks = torch.zeros(len(lens), 1, dtype=torch.int32)
+    known = sum(kv_lens) if total else None
+    tables = PagedTables(blocks, lens, starts, 16, query_len, max(kv_lens), known)
+    return choose_launch(tables, n_rep, n_kv, head_dim, torch.bfloat16, (9, 0), 132)
+
+
+def row(kernel, head_dim=128):
+    return launch_of(kernel, (9, 0), head_dim, torch.bfloat16)
+
+
+def test_the_split_of_a_batch_follows_from_what_the_host_knows():
+    assert chosen([8_192] * 64, 8) == (row("packed"), 0)  # 512 programs, all at once
+    assert chosen([8_192] * 64, 8, total=False) == (row("packed"), 0)
+    assert chosen([8_192] * 64, 8, head_dim=64) == (row("packed", 64), 0)
+    assert chosen([8_192, *range(1, 8_064, 128)], 8) == (row("split"), 32)  # ragged: shares
+    assert chosen([8_192] * 49, 8) == (row("split"), 32)  # 392 programs: fewer than 3 x 132
+    assert chosen([8_192] * 50, 8)[1] == chosen([8_192] * 66, 8)[1] == 0
+    assert chosen([8_192] * 67, 8) == (row("split"), 32)  # more than 4 x 132: a second wave
+    assert chosen([1_024] * 131, 8)[1] == 32
+    assert chosen([1_024] * 132, 8) == (row("waves"), 0)
+    assert chosen([1_024, *[1] * 255], 8) == (row("waves"), 0)
+    assert chosen([65_536], 8) == (row("split"), 32)
+    assert chosen([2_048] * 64, 3, head_dim=64, n_rep=3) == (row("split", 64), 128)
+
+
+def test_no_worker_is_without_tiles():
+    assert chosen([4_096], 8, head_dim=64) == (row("split", 64), 32)  # 64 tiles: not 48 workers
+    assert chosen([1], 8) == (row("split"), 1)
+    assert chosen([0], 8) == (row("split"), 1)
+
+
+def test_many_queries_are_a_prefill():
+    assert chosen([2_048], 8, query_len=2_048) == (row("prefill"), 0)
+    assert chosen([2_048], 8, query_len=4)[1] > 0  # 4 queries of 4 heads fit in 16 rows
+    assert chosen([2_048], 8, query_len=5) == (row("prefill"), 0)
 
 
 @pytest.mark.parametrize("key", LAUNCHES, ids=str)

@@ -11,7 +11,7 @@ FOLDER = Path(tlsim.__file__).parent
 CORE = {  # what Days 21 and 22 land, by module
     "values": None,  # all of it
     "grid": {"Options", "Wave", "options_now", "options", "current", "running", "waves"},
-    "memory": {"load", "store", "access", "take"},
+    "memory": {"load", "store", "access", "joined", "take"},
     "launch": {"HINTS", "Kernel", "jit"},
     "language": {
         *("program_id", "num_programs", "arange", "full", "zeros", "broadcast_to"),
@@ -64,4 +64,4 @@ def test_the_core_is_small():
 
 
 def test_all_of_it_does_not_grow():
-    assert sum(len(code_lines(file)) for file in FOLDER.glob("*.py")) <= 796
+    assert sum(len(code_lines(file)) for file in FOLDER.glob("*.py")) <= 815

@@ -261,7 +261,8 @@ def draw_inputs(
         pool[~owned] = torch.nan
     k, v = (pool[slots].transpose(1, 2).contiguous() for pool in pools)
     starts = torch.arange(shape.num_seqs + 1, dtype=torch.int32, device=device) * shape.query_len
-    tables = PagedTables(block_tables, kv_lens, starts, BLOCK_SIZE, shape.query_len, max(lens))
+    bounds = BLOCK_SIZE, shape.query_len, max(lens), sum(lens)
+    tables = PagedTables(block_tables, kv_lens, starts, *bounds)
     q = 2 * torch.randn(shape.num_seqs * shape.query_len, shape.n_q, head_dim, dtype=dtype, **where)
     mask = None
     if shape.ragged:

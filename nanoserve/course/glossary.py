@@ -339,6 +339,15 @@ pipeline stage: One of the tiles that a loop works on at the same time: one is c
     next ones are loaded.
 warp: 32 threads of a GPU that run in step. A program has one or more warps, which share its tiles.
 """,
+    32: """
+nibble: Half a byte: four bits, a number from 0 to 15.
+group: Numbers that share a scale and a minimum; here 32 neighbours of a row of a weight.
+round to nearest: For each weight alone, take the nearest value that the format has. Other methods
+    look at the weights of a layer together.
+outlier: A number that is far larger than the others of its group.
+perplexity: The number of equally likely tokens that a model hesitates between before each token of
+    a text, on average: the exponential of the mean negative log probability. Lower is better.
+""",
 }
 
 

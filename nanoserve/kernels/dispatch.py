@@ -20,7 +20,7 @@ from nanoserve.kernels.reference import (
     paged_attention_reference,
 )
 from nanoserve.kernels.sizes import next_power_of_2
-from nanoserve.kernels.split_kv import Launch, launch_of, num_workers
+from nanoserve.kernels.split_kv import Launch, choose_launch
 
 BACKENDS = ("triton", "tlsim", "reference")
 KERNELS = ("split_kv", "day22")
@@ -379,7 +379,9 @@ def launch_batch(
     kernels.split_kv_kernel[(n_kv, workers)](
         *inputs, out, part, lse, scale, num_seqs, *strides, **both, **sizes, **compiler
     )
-    parts_at_once = max(1, 4096 // shape["BLOCK_D"])  # what the registers of a warp hold
+    parts_at_once = min(  # what the registers of a warp hold; but no more than a sequence has
+        max(1, 4096 // shape["BLOCK_D"]), next_power_of_2(-(-workers // num_seqs) + 1)
+    )
     compiler = {"num_warps": 1} | ({"launch_pdl": True} if overlap else {})
     kernels.merge_kernel[(n_kv, workers, n_rep * tables.max_query_len)](
         part, lse, kv_lens, starts, out, num_seqs, PARTS=parts_at_once, **both, **shape, **compiler
@@ -408,14 +410,9 @@ def paged_attention_batch_triton(
 
 def _batch_triton(q, k_pool, v_pool, tables, n_rep, scale):
     capability, multiprocessors = _gpu(q.device)
-    head_dim, n_kv, num_seqs = q.shape[2], k_pool.shape[1], len(tables.kv_lens)
-    launch = launch_of("split", capability, head_dim, q.dtype)
-    if tables.max_query_len > max(launch.rows, next_power_of_2(n_rep)) // n_rep:
-        launch, workers = launch_of("prefill", capability, head_dim, q.dtype), 0
-    else:
-        tiles = num_seqs * -(-tables.max_kv_len // launch.tile)
-        workers = num_workers(multiprocessors, n_kv, num_seqs, tiles, launch.programs)
-        launch = launch if workers else launch_of("packed", capability, head_dim, q.dtype)
+    launch, workers = choose_launch(
+        tables, n_rep, k_pool.shape[1], q.shape[2], q.dtype, capability, multiprocessors
+    )
     overlap = capability >= (9, 0) and _can_overlap()
     with torch.cuda.device_of(q):
         return launch_batch(
@@ -452,23 +449,48 @@ def paged_attention_batch_tlsim(
 
     Arguments and result as for paged_attention_batch_reference; ValueError as for check_batch.
     """
+    integers = tables.block_tables, tables.kv_lens, tables.query_starts
+    graph = _graph_of(q, k_pool, v_pool, integers, tables, n_rep, scale)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    if graph.replay(q, k_pool, v_pool, out):
+        return out
     check_batch(q, k_pool, v_pool, tables, n_rep)
-    return _batch_tlsim(q, k_pool, v_pool, tables, n_rep, scale)
+    return _batch_tlsim(q, k_pool, v_pool, tables, n_rep, scale, graph)
 
 
-def _batch_tlsim(q, k_pool, v_pool, tables, n_rep, scale):
+def _batch_tlsim(q, k_pool, v_pool, tables, n_rep, scale, graph):
     rows = next_power_of_2(n_rep * tables.max_query_len)
     rows = min(rows, max(128, next_power_of_2(n_rep)))
     tile = min(512 if rows < 128 else 256, max(16, next_power_of_2(tables.max_kv_len)))
     n_kv = k_pool.shape[1]
     wave = n_kv * max(1, LANES // (rows * tile * n_kv))  # the programs of whole tiles of queries
-    with tlsim.options(checks=False, replay=True, wave=wave):
+    graph = True if scale is not None and scale <= 0 else graph  # the launch replaces q
+    with tlsim.options(checks=False, replay=graph, wave=wave):
         return launch_batch(
             _simulated_kernels(), q, k_pool, v_pool, tables, n_rep, scale, Launch(rows, tile, 1, 1)
         )
 
 
 LANES = 1 << 18  # scores of one loop iteration, over all programs of a wave
+
+
+def _graph_of(q, k_pool, v_pool, integers: tuple[torch.Tensor, ...], *rest) -> tlsim.Graph:
+    """The launch of an equal call, checked and captured; an empty graph for the first such call.
+
+    The layers of a step make equal calls: only the numbers in q and the pools differ. A change in
+    place of `integers`, the slots or the tables, makes the call another one, since a tensor counts
+    such changes. It does not count a change through numpy. A tensor made in torch.inference_mode
+    counts none, so no graph is kept for it.
+    """
+    if any(x.is_inference() for x in integers):
+        return _new_graph.__wrapped__()
+    shapes = [(x.shape, x.stride(), x.dtype, x.device) for x in (q, k_pool, v_pool)]
+    return _new_graph(*rest, *shapes, *(x._version for x in integers))
+
+
+@lru_cache(maxsize=4)
+def _new_graph(*_) -> tlsim.Graph:
+    return tlsim.Graph("q_ptr", "k_ptr", "v_ptr", "out_ptr")
 
 
 @cache
@@ -510,15 +532,22 @@ def paged_attention_tlsim(
 
     Arguments and result as for paged_attention_reference; ValueError as for check_attention.
     """
-    check_attention(q, k_pool, v_pool, slot_mapping, n_rep)
     if _kernel.get() == "day22":
+        check_attention(q, k_pool, v_pool, slot_mapping, n_rep)
         programs = min(q.shape[1] * q.shape[2], 512)
         tile = next_power_of_2(min(len(slot_mapping), 512, (1 << 15) // programs))
         with tlsim.options(checks=False, wave=512):
             kernel = _simulated(paged_attention_kernel)
             return launch(kernel, q, k_pool, v_pool, slot_mapping, n_rep, scale, tile)
-    tables = _once(_tables_of, slot_mapping, q.shape[2])
-    return _one_sequence(_batch_tlsim(_packed(q), k_pool, v_pool, tables, n_rep, scale))
+    graph = _graph_of(q, k_pool, v_pool, (slot_mapping,), slot_mapping, n_rep, scale)
+    if graph.run is None:
+        check_attention(q, k_pool, v_pool, slot_mapping, n_rep)
+    q = _packed(q)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    if not graph.replay(q, k_pool, v_pool, out):
+        tables = _once(_tables_of, slot_mapping, len(q))
+        out = _batch_tlsim(q, k_pool, v_pool, tables, n_rep, scale, graph)
+    return _one_sequence(out)
 
 
 _simulated = cache(tlsim.jit)  # reads the source of a kernel once

@@ -55,6 +55,8 @@ class PagedTables:
     [num_seqs + 1]: the queries of sequence i are the rows query_starts[i] to query_starts[i + 1] of
     q, and its last positions. block_size: slots in a block. max_query_len and max_kv_len: integers
     on the host, upper bounds of every query_len and kv_len, so that a launch reads no tensor.
+    total_kv_len: the sum of the kv_lens as the host knows it, from which a launch tells whether the
+    lengths are about equal; None: as if all were max_kv_len.
     """
 
     block_tables: torch.Tensor
@@ -63,6 +65,7 @@ class PagedTables:
     block_size: int
     max_query_len: int
     max_kv_len: int
+    total_kv_len: int | None = None
 
     @classmethod
     def from_slots(cls, slot_mapping: torch.Tensor, query_len: int) -> "PagedTables":

@@ -1,8 +1,11 @@
 """Paged attention of a ragged batch: heads packed in a tile, the history split, a merge."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+
+from nanoserve.kernels.reference import PagedTables
+from nanoserve.kernels.sizes import next_power_of_2
 
 try:
     import triton
@@ -208,7 +211,7 @@ def share_keys(kv_len_ptr, num_seqs, workers, TILE: tl.constexpr, SEQS: tl.const
     kv_lens = tl.load(kv_len_ptr + i, mask=i < num_seqs, other=0)
     tiles = tl.where(i < num_seqs, tl.maximum(tl.cdiv(kv_lens, TILE), 1), 0)
     ends = tl.cumsum(tiles, axis=0)
-    total = tl.max(ends, axis=0)
+    total = tl.sum(tiles, axis=0)
     return kv_lens, ends - tiles, ends, total, tl.cdiv(total, workers)
 
 
@@ -313,8 +316,10 @@ def merge_kernel(
     token = tl.load(start_ptr + tl.maximum(seq, 0)) + row // N_REP
     used = (token < tl.load(start_ptr + tl.maximum(seq, 0) + 1)) & (last > worker)
     dim = tl.arange(0, BLOCK_D)
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
+    if OVERLAP:  # wait for the parts. Worker 0 always waits, so that the merge never ends first
+        waits = (last > worker) | (worker == 0)
+        if waits:
+            tl.extra.cuda.gdc_wait()
     m = tl.full((1,), -1e30, tl.float32)
     l = tl.zeros((1,), tl.float32)
     acc = tl.zeros((BLOCK_D,), tl.float32)
@@ -351,20 +356,26 @@ class Launch:
 
 
 # By kernel, compute capability and the largest head_dim. The comments give what was measured on an
-# H200 (9.0) in bfloat16, as a share of the peak read bandwidth or of SDPA's speed. The rows of 7.5
-# and 8.0 were compiled, not measured: fewer stages, since these GPUs have less shared memory.
+# H200 (9.0) in bfloat16, as a share of the peak read bandwidth or of SDPA's speed. The other rows
+# were compiled, not measured: fewer stages, since these GPUs have less shared memory.
 LAUNCHES = {
     ("split", (7, 5), 256): Launch(16, 32, 2, 2, programs=4),
     ("split", (8, 0), 256): Launch(16, 32, 1, 4, programs=4),
-    ("split", (9, 0), 64): Launch(16, 64, 1, 5, programs=3),  # 64 x 8,192: 93%; 2 warps: 92%
-    ("split", (9, 0), 256): Launch(16, 64, 2, 5, programs=2),  # 64 x 8,192: 96%; 1 warp: 95%
+    ("split", (9, 0), 64): Launch(16, 64, 1, 5, programs=3),  # 64 x 2,048: 72%; 2 warps: 66%
+    ("split", (9, 0), 128): Launch(16, 64, 2, 5, programs=2),  # 4 x 32,768: 93%; 1 warp: 91%
     ("packed", (7, 5), 256): Launch(16, 32, 2, 2),
     ("packed", (8, 0), 256): Launch(16, 32, 1, 4),
-    ("packed", (9, 0), 256): Launch(16, 32, 1, 4),  # 256 x 1,024: 95%; 8 stages: 93%
-    ("prefill", (7, 5), 256): Launch(64, 32, 4, 2),
-    ("prefill", (8, 0), 256): Launch(64, 64, 4, 2),
+    ("packed", (9, 0), 64): Launch(16, 64, 1, 5),  # 64 x 8,192: 97%; 2 warps: 96%
+    ("packed", (9, 0), 128): Launch(16, 64, 2, 4),  # 64 x 8,192: 98%; 1 warp, tile 32: 95%
+    ("waves", (7, 5), 256): Launch(16, 32, 2, 2),
+    ("waves", (8, 0), 256): Launch(16, 32, 1, 4),
+    ("waves", (9, 0), 128): Launch(16, 64, 2, 5),  # 256 x 1,024: 95%, ragged 89%; 4 stages: 83%
+    ("prefill", (7, 5), 128): Launch(64, 32, 4, 2),
+    ("prefill", (7, 5), 256): Launch(32, 16, 4, 2),
+    ("prefill", (8, 0), 128): Launch(64, 64, 4, 2),
+    ("prefill", (8, 0), 256): Launch(64, 32, 4, 2),
     ("prefill", (9, 0), 64): Launch(64, 128, 4, 2),  # 8,192 tokens: 0.73 of SDPA; tile 64: 0.71
-    ("prefill", (9, 0), 256): Launch(128, 128, 8, 3),  # 8,192 tokens: 0.59; 64 rows: 0.55
+    ("prefill", (9, 0), 128): Launch(128, 128, 8, 3),  # 8,192 tokens: 0.63; 64 rows: 0.55
 }
 FLOAT32 = Launch(16, 32, 4, 2, programs=2)  # every kernel's: tensor cores would round to TF32
 
@@ -372,12 +383,12 @@ FLOAT32 = Launch(16, 32, 4, 2, programs=2)  # every kernel's: tensor cores would
 def launch_of(
     kernel: str, capability: tuple[int, int], head_dim: int, dtype: torch.dtype
 ) -> Launch:
-    """The launch parameters for "split", "packed" or "prefill" on a GPU of a compute capability.
+    """The launch parameters of a kernel, by its name in LAUNCHES, on a GPU of a compute capability.
 
     The row is the newest that is not newer than the GPU. ValueError if there is none.
     """
     if dtype == torch.float32:
-        return FLOAT32
+        return FLOAT32 if head_dim <= 128 else replace(FLOAT32, tile=16)
     rows = [
         (since, -widest, launch)
         for (name, since, widest), launch in LAUNCHES.items()
@@ -405,3 +416,35 @@ def num_workers(
     workers = programs * multiprocessors // n_kv
     workers = workers // 8 * 8 if workers > 8 else workers  # the merge reads 32 or 64 parts at once
     return max(1, min(workers, tiles))
+
+
+def choose_launch(
+    tables: PagedTables,
+    n_rep: int,
+    n_kv: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    capability: tuple[int, int],
+    multiprocessors: int,
+) -> tuple[Launch, int]:
+    """The launch parameters of a batch, and the number of workers; 0 workers: no split.
+
+    Queries that need more than one tile are a prefill. Otherwise num_workers decides, with two
+    exceptions. Sequences of about equal length that make three or four programs for each
+    multiprocessor are not split: these programs run all at once, and end together. And there is no
+    worker without tiles: 48 workers of 64 tiles would have two each, so 32 workers are enough.
+    """
+    num_seqs = len(tables.kv_lens)
+    split = launch_of("split", capability, head_dim, dtype)
+    if tables.max_query_len > max(split.rows, next_power_of_2(n_rep)) // n_rep:
+        return launch_of("prefill", capability, head_dim, dtype), 0
+    longest = num_seqs * tables.max_kv_len
+    even = tables.total_kv_len is None or tables.total_kv_len >= 0.9 * longest
+    if even and 3 * multiprocessors <= num_seqs * n_kv <= 4 * multiprocessors:
+        return launch_of("packed", capability, head_dim, dtype), 0
+    tiles = num_seqs * max(1, -(-tables.max_kv_len // split.tile))
+    workers = num_workers(multiprocessors, n_kv, num_seqs, tiles, split.programs)
+    if not workers:
+        return launch_of("waves", capability, head_dim, dtype), 0
+    share = -(-tiles // workers)
+    return split, -(-tiles // share)

@@ -302,21 +302,7 @@ from nanoserve.sampling import SamplingParams
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/generate.py: CACHES, new_cache, LLM.__init__, LLM.stream
-CACHES = ("paged", "naive")
-
-
-def new_cache(kind: str | None, model: Model, tokens: int) -> Cache | None:
-    """Return an empty cache for `tokens` tokens, of a kind in CACHES; None if kind is None."""
-    if kind is None:
-        return None
-    if kind == "naive":
-        return NaiveKVCache(model.config)
-    blocks = -(-tokens // BLOCK_SIZE)  # rounded up
-    pool = KVPool(model.config, blocks, BLOCK_SIZE, model.dtype, model.device)
-    return PagedKVCache(pool)
-
-
+# until day 32: lands in nanoserve/generate.py: LLM.__init__
 class LLM(LLM):
     def __init__(
         self,
@@ -333,6 +319,24 @@ class LLM(LLM):
         self.tokenizer = load_tokenizer(source)
         self._cache = cache
 
+
+# %% jupyter={"source_hidden": true}
+# lands in nanoserve/generate.py: CACHES, new_cache, LLM.stream
+CACHES = ("paged", "naive")
+
+
+def new_cache(kind: str | None, model: Model, tokens: int) -> Cache | None:
+    """Return an empty cache for `tokens` tokens, of a kind in CACHES; None if kind is None."""
+    if kind is None:
+        return None
+    if kind == "naive":
+        return NaiveKVCache(model.config)
+    blocks = -(-tokens // BLOCK_SIZE)  # rounded up
+    pool = KVPool(model.config, blocks, BLOCK_SIZE, model.dtype, model.device)
+    return PagedKVCache(pool)
+
+
+class LLM(LLM):
     def stream(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> Stream:
         """Complete one prompt as a stream of pieces of text; errors as generate, at once."""
         ids, params = self._prompt_ids(prompt), SamplingParams() if params is None else params

@@ -570,10 +570,11 @@ assert whole == [True]
 # %% [markdown]
 # No. A row of one head is 64 numbers side by side, 256 bytes, eight whole sectors. Where the next row
 # lies does not matter; that a row is *whole* does. This is why the pool ends in `head_dim`. The slot
-# mapping's 1.02: each head's reading ends in the middle of a sector.
+# mapping's ratio is above 1 because its bytes are no whole number of sectors: a GPU also fetches the
+# rest of the last sector, once for each head.
 #
-# The count leaves out a GPU's caches, which may hold a sector that another program has
-# fetched, and time. It is the count of a model. Day 27 measures a GPU.
+# The count leaves out two things. A GPU's caches may hold a sector that another program has fetched.
+# And a count says nothing about time: Day 27 measures a GPU.
 
 # %% [markdown]
 # ## Open the box
@@ -588,8 +589,10 @@ today.picture("leading-axis")
 # That is lockstep. The serial order is the same with one program at a time.
 #
 # Five cells hold the core of tlsim. Each has a sentence on what to look for. They run here, and between them you run
-# a kernel's lines by hand on them. The types, the messages and the checks are imported; Appendix A opens those. Kernels
-# go on using `tlsim` and `tl`, whose source this is.
+# a kernel's lines by hand on them. The types, the messages and the checks are imported; Appendix A opens those. (So is
+# `one_step`: replay, in Appendix A, records a function under it as one call.) Kernels go on using `tlsim` and `tl`,
+# whose source this is. No kernel of a later day needs these cells. If your hour is over, go on at "Lockstep against
+# serial", and come back another day.
 
 # %%
 import inspect
@@ -915,10 +918,11 @@ print(offsets.lanes.view(3, 4))
 #
 # `access` finds the lanes that take part. `watch` is the sanitizer and the trace. Then `take` reads memory, or `store`
 # writes it. Look for `torch.where` in `load`: a masked lane may point anywhere, and its number is replaced.
+# `joined` is for speed only: rows that lie one behind the other in memory are read as one long row.
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/kernels/tlsim/memory.py: load, store, access, take
+# lands in nanoserve/kernels/tlsim/memory.py: load, store, access, joined, take
 def load(pointer: Value, mask=None, other=None, **_) -> Value:
     """tl.load: the elements at the pointers where the mask is true, and `other` elsewhere.
 
@@ -930,11 +934,11 @@ def load(pointer: Value, mask=None, other=None, **_) -> Value:
     flat, at, width = pointer.buffer.flat, pointer.data, pointer.width
     if live is not None:  # lanes that take no part may point anywhere
         at = torch.where(live.any(-1, keepdim=True) if width > 1 else live, at, 0)
-    data = take(flat, at, width, live is not None)
+    masked = live is not None
+    data = take(flat, at if masked else joined(at, width), width, at.shape[0], masked)
     if mask is not None:
-        undefined = torch.nan if flat.is_floating_point() else 0
-        other = fitting(undefined if other is None else other, pointer.shape)
-        data = torch.where(mask, data, other.to(flat.dtype))
+        other = (torch.nan if flat.is_floating_point() else 0) if other is None else other
+        data = torch.where(mask, data, fitting(other, pointer.shape).to(flat.dtype))
     if current().options.poison:
         refuse_lanes(data.isnan(), pointer, live, "loads a NaN, so a slot without an owner,")
     return Value(data)
@@ -969,18 +973,31 @@ def access(kind: str, pointer: Value, mask) -> tuple:
 
 
 @one_step
-def take(flat: torch.Tensor, at: torch.Tensor, width: int, masked: bool) -> torch.Tensor:
-    """Rows of `width` neighbours in flat, from the offsets `at` on. Of a masked row, the lanes
-    outside flat give any number."""
-    shape, at = at.shape if width == 1 else (*at.shape[:-1], width), at.flatten()
+def joined(at: torch.Tensor, width: int) -> torch.Tensor:
+    """The offsets of rows. Where the programs of axis 0 load neighbouring rows, as the KV heads of
+    a token are, these become one long row: then only the first program's offsets."""
+    if width == 1 or len(at) == 1 or at.shape[1] * at.shape[2] > 1:
+        return at
+    return at[:1] if bool((at[1:] - at[:-1] == width).all()) else at
+
+
+@one_step
+def take(flat: torch.Tensor, at: torch.Tensor, width: int, programs: int, masked: bool):
+    """Rows of `width` neighbours in flat, from the offsets `at` on, for this many programs on axis
+    0. Of a masked row, the lanes outside flat give any number."""
+    shape = (programs, *(at.shape[1:] if width == 1 else (*at.shape[1:-1], width)))
+    rows, at = programs // len(at), at.flatten()  # in one joined row
     try:
-        return flat.unfold(0, width, 1).index_select(0, at).view(shape)  # all rows, by their start
+        if masked and flat.is_cuda:  # a GPU reports an index outside too late to catch
+            raise IndexError
+        data = flat.unfold(0, rows * width, 1).index_select(0, at)  # all rows, by their start
+        data = data.view(-1, rows, width).transpose(0, 1) if rows > 1 else data
     except (IndexError, RuntimeError):  # a row is partly outside
         if not masked:
             raise
         at = at[:, None] + torch.arange(width, device=at.device)
         data = flat[at.clamp(max=len(flat) - 1)] if len(flat) else flat.new_zeros(at.shape)
-        return data.view(shape)
+    return data.view(shape)
 
 
 # %% [markdown]
@@ -1001,7 +1018,7 @@ assert torch.equal(out, 2 * torch.arange(10.0))
 # Which program this is, and blocks of numbers. Look at `arange`: it holds one lane, and a `width`.
 
 
-# %% jupyter={"source_hidden": true}
+# %%
 # lands in nanoserve/kernels/tlsim/language.py: program_id, num_programs, arange, full and 2 more
 def program_id(axis: int) -> Value:
     """The index of this program along an axis of the grid: int32."""

@@ -295,9 +295,8 @@ class Range:
         self.start, self.step = paired(start, as_value(step))
         wrong = any(x.shape or x.dtype.is_floating_point for x in (start, self.stop, self.step))
         refuse(wrong, "the bounds of a loop must be integers, not blocks or fractions")
-        known = isinstance(step, int) and step < 0  # Triton accepts a negative constant
-        wrong = not known and not bool((self.step.data > 0).all())
-        refuse(wrong, "the step of a loop must be above 0, or a negative constant")
+        known = (isinstance(step, int) and step < 0) or bool((self.step.data > 0).all())
+        refuse(not known, "the step of a loop must be above 0, or a negative constant")
 
     def __iter__(self) -> Iterator[Value]:
         """The index in each turn. In a turn, the programs that have finished are not active. With
@@ -422,8 +421,8 @@ except ImportError:
 # 1. `kv_head` and `visible`. Then `m`, `l` and `acc` before the first tile; mind their types (`acc` is
 #    `tl.zeros((BLOCK_D,), tl.float32)`).
 # 2. `for start in range(0, visible, TILE)`: the tile's `position`, and which of them are `held`.
-#    (`position < visible` would do for `held` too: later keys have no weight here.) A `while` is fine if its
-#    condition is the same in every program.
+#    (`held` may be `position < visible` as well, because a key that is not visible gets no weight.) A `while` is
+#    fine if its condition is the same in every program.
 # 3. Load the slots, cast them to `tl.int64`, then load `k` and `v`, `[TILE, BLOCK_D]`, masked, with
 #    `other=0.0`: a masked lane is NaN otherwise, and 0 times NaN is NaN.
 # 4. `score` is the sum of `q` times `k` over the channels, `[TILE]`, in float32 also where `k` is float16. A key that

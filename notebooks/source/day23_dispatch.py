@@ -46,8 +46,9 @@ today.picture("one-source")
 #
 # So the kernel uses Triton's language and nothing else, and no line of it depends on the machine.
 # The lines that do depend on it get a file of their own today. The file is small: it finds out
-# what is installed, checks the arguments, launches, and chooses a backend. Every serving engine has these pieces; at
-# the end you find them in vLLM and SGLang.
+# what is installed, checks the arguments, launches, and chooses a backend. Every serving engine has these pieces; you
+# find them in vLLM and SGLang. The second half of the day compares the three runtimes. It begins at "Three runtimes,
+# one table": a good place for a pause.
 
 # %%
 today.glossary(
@@ -143,19 +144,10 @@ def launch_arguments(q, k_pool, v_pool, out):
 today.check(launch_arguments)
 
 
-# %% jupyter={"source_hidden": true}
-# solution: launch_arguments
-def launch_arguments(q, k_pool, v_pool, out):
-    """(grid, strides) of paged_attention_kernel: two numbers, and eight, in its parameters' order."""
-    grid = (q.shape[2], q.shape[1])
-    strides = (*q.stride()[1:3], *k_pool.stride()[:2], *v_pool.stride()[:2], *out.stride()[1:3])
-    return grid, strides
-
-
 # %% [markdown]
-# The launch that lands has the grid and the strides written out in the call. Its first argument is the kernel, as
-# Triton or tlsim made it. It fixes two more things: `BLOCK_D` is head_dim rounded up to a power of two (Day 21),
-# and `out` is always contiguous. The cell below holds the package's version; from here on this notebook uses it.
+# The launch that lands holds the solution: the grid and the strides are written out in the call. Its first argument is
+# the kernel, as Triton or tlsim made it. It fixes two more things: `BLOCK_D` is head_dim rounded up to a power of two
+# (Day 21), and `out` is always contiguous. The cell below holds the package's version; from here on this notebook uses it.
 
 
 # %% jupyter={"source_hidden": true}
@@ -253,8 +245,9 @@ except tlsim.KernelError as error:
 # %% [markdown]
 # So the host checks, and each message names the argument and both numbers. The last lines check the **values** of
 # the slots, on a CPU alone. On a GPU such a check would wait for all queued work, in every layer of every token.
-# There it runs on request. All layers of a step pass the same mapping, so `_once` finds the range of its slots for the
-# first layer alone. Three helpers stand apart from `check_attention`, because Day 28's function calls them too.
+# There it runs on request. All layers of a step pass the same mapping. So `_once` computes the range of its slots in the
+# first layer, and returns the same two numbers in the others. Three helpers are outside `check_attention`, because Day
+# 28's function calls them too.
 
 # %%
 import os
@@ -612,7 +605,7 @@ print("H200", *on_a("H200", (9, 0), installed=False))
 # The rest is short. From Day 25 on, the cache calls it.
 
 
-# %% jupyter={"source_hidden": true}
+# %%
 # lands in nanoserve/kernels/dispatch.py: paged_attention_dispatch
 def paged_attention_dispatch(
     q: torch.Tensor,

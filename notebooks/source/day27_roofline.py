@@ -70,7 +70,8 @@ today.glossary(
 # - **The sum**: the sequences have different lengths (the batch is *ragged*). Nothing behind a sequence's last token is read.
 # - **n_kv**, not n_q: the query heads of a group use the same key. It must be read once.
 #
-# Queries and outputs are one row for each sequence, and K and V have thousands of rows. So they do not count.
+# A sequence has one row of queries and one of outputs, beside thousands of rows of K and V. So queries and outputs
+# do not count.
 #
 # ## Your turn: `attention_bytes`
 #
@@ -141,8 +142,9 @@ assert many > 5 * weights
 #
 # ## What is read: count it
 #
-# Must a key be read once? Day 22's kernel has one program for each query head. `tlsim.trace` of Day 21 records each load,
-# so you can count what the kernel asks for. SmolLM2 has 9 query heads and 3 KV heads. Predict first.
+# Each key must be read once. How often does Day 22's kernel load a key? `tlsim.trace` of Day 21 records each load, so
+# you can count. The step is a decode of SmolLM2, with 9 query heads and 3 KV heads. Predict first, from the kernel's
+# grid.
 
 # %%
 today.predict("loads", "How often does Day 22's kernel load each key?", guess=None, low=0, high=40)
@@ -167,14 +169,15 @@ print(
 assert different == must and asked == n_rep * must
 
 # %% [markdown]
-# It touches exactly the bytes that it must, no slot of another sequence, but it loads each of them `n_rep` times: once
-# for each query head of the group. A cache on the chip may answer the second and the third load, so they do not all cost
-# bandwidth. They do cost instructions. Day 29 removes them.
+# The kernel touches exactly the bytes that it must, and no slot of another sequence. But it has one program for each query
+# head, so it loads each key `n_rep` times: once for each query head of the group. A cache on the chip may answer the
+# second and the third load. Then these loads cost no bandwidth, only instructions. Day 29 removes them.
 #
 # ## Operations per byte
 #
 # How much arithmetic comes with a byte? This ratio is the **arithmetic intensity**. In a decode step, a key of one KV head
-# is used by `n_rep` queries, whatever the length and the batch:
+# is used by `n_rep` queries, whatever the length and the batch. (Below, "32/8 heads" are 32 query heads and 8 KV heads,
+# as in many Llama models.)
 #
 # $$ \frac{4 \cdot n_q \cdot \text{head\_dim}}{2 \cdot n_{kv} \cdot \text{head\_dim} \cdot \text{bytes per number}}
 # = \frac{2 \cdot n_{rep}}{\text{bytes per number}} $$
@@ -237,9 +240,12 @@ def roofline_seconds(flops: float, bytes_read: float, peak_flops: float, bandwid
 #   it is the limit that many people quote.
 # - **Arithmetic.** A product of two large matrices.
 #
-# On a CPU the clock runs around one call. On a GPU it must not time the host: Day 26's plots showed how much that is. So
-# the calls are captured in a **CUDA graph**, a list of launches that the GPU replays by itself, and the clock runs around
-# 20 ms of replays. (Day 31 returns to graphs.)
+# On a CPU the clock runs around one call. On a GPU the host's work must not be timed: Day 26's plots showed how large it
+# is. So the calls are captured in a **CUDA graph**, a list of launches that the GPU replays by itself, and the clock runs
+# around 20 ms of replays. (Day 31 returns to graphs.)
+#
+# In the folded cell, read `read_kernel`, and the last line of each function that has `bandwidth` or `peak` in its name: the
+# bytes or the operations, divided by the seconds. The rest takes the times.
 
 # %%
 import argparse
@@ -420,7 +426,7 @@ def _captured(calls: Sequence[Run], device: torch.device) -> Run:
 
 
 # %% [markdown]
-# Does the kernel read every byte once? Count again, under tlsim:
+# Does `read_kernel` read every byte once? Count again, under tlsim:
 
 # %%
 x, sums = torch.arange(5 * 96.0), torch.zeros(5)
@@ -471,9 +477,10 @@ assert min(read, copied, peak) > 0
 # PyTorch's SDPA; **SDPA over contiguous K and V**, which needs no paging and is the yardstick; FlashAttention, if it is
 # installed; and the kernels of this week, "packed" of Day 29 and "split_kv" of Day 31.
 #
-# The next cell is for reading. Find four things in it: the eight shapes; the **scattered blocks**, with NaN in all slots
-# behind a last token; the scale of `q` and its reason; and the check against the oracle, which comes before any clock.
-# (`PagedTables` is tomorrow's subject: the block tables and lengths of all sequences in one object.)
+# The next cell is for reading. Find four things in it: the eight shapes of `DECODE`; the **scattered blocks**, with NaN
+# in all slots behind a last token; the scale of `q` and its reason; and the check against the oracle, which comes before
+# any clock. A shape's name is for example "64 x 8,192, 32/8 x 128": 64 sequences of 8,192 tokens, 32 query heads, 8 KV
+# heads of 128. (`PagedTables` is tomorrow's subject: the block tables and lengths of all sequences in one object.)
 
 # %%
 from nanoserve.bench.attention import BLOCK_SIZE
@@ -605,7 +612,8 @@ def draw_inputs(
         pool[~owned] = torch.nan
     k, v = (pool[slots].transpose(1, 2).contiguous() for pool in pools)
     starts = torch.arange(shape.num_seqs + 1, dtype=torch.int32, device=device) * shape.query_len
-    tables = PagedTables(block_tables, kv_lens, starts, BLOCK_SIZE, shape.query_len, max(lens))
+    bounds = BLOCK_SIZE, shape.query_len, max(lens), sum(lens)
+    tables = PagedTables(block_tables, kv_lens, starts, *bounds)
     q = 2 * torch.randn(shape.num_seqs * shape.query_len, shape.n_q, head_dim, dtype=dtype, **where)
     mask = None
     if shape.ragged:
@@ -1081,7 +1089,7 @@ for shape in shapes:
 if shapes:
     assert recorded["flops"] / recorded["read"] > 10 * intensity["decode, 32/8 heads, bfloat16"]
     batch, alone = (there[shape, "day22"] for shape in (DECODE[0].name, DECODE[2].name))
-    assert batch > 4 * alone
+    assert batch > 4 * alone and there[DECODE[6].name, "day22"] > 2 * batch
     print(
         f"64 sequences: {batch:.1%}, your guess: {today.guess_text('h200')}; one sequence: {alone:.1%}"
     )
@@ -1113,7 +1121,9 @@ fig
 # - **One long sequence:** most multiprocessors have no program at all (Day 26). More sequences help: the batch of 64 reaches
 #   more than four times the share of the single sequence.
 # - **A full batch:** now every multiprocessor has programs, and the kernel itself is slow. Each program multiplies one query
-#   with one key at a time, without the GPU's matrix units, and it loads each key again for every query head.
+#   with one key at a time, without the GPU's matrix units, and it loads each key again for every query head. Compare the
+#   row with 32/32 heads: there every query head has keys of its own, nothing is loaded again, and the same kernel reaches
+#   more than twice the share.
 #
 # The grey dots show that the limit can be approached: that is PyTorch's own kernel over contiguous memory. Paged memory
 # has to show that it can do the same. The gather cannot: it moves each byte several times (Day 20). Where a grey dot is far

@@ -72,7 +72,7 @@ print(f"{padded:,} rows with padding, {packed} without: {padded / packed:.0f} ti
 #
 # ## The tables of a batch
 #
-# Attention gets three small tensors and three numbers:
+# Attention gets three small tensors and four numbers:
 #
 # | field | shape | meaning |
 # | --- | --- | --- |
@@ -81,9 +81,11 @@ print(f"{padded:,} rows with padding, {packed} without: {padded / packed:.0f} ti
 # | `query_starts` | `[num_seqs + 1]` | sequence i has the rows `query_starts[i]` to `query_starts[i + 1]` of q |
 # | `block_size` | a number | slots in a block |
 # | `max_query_len`, `max_kv_len` | numbers | upper bounds of every query_len and kv_len |
+# | `total_kv_len` | a number, or None | the sum of the kv_lens, if the host knows it |
 #
 # Why the bounds? A launch needs to know how many programs to start. On a GPU, reading a number from a tensor
-# waits until the GPU has finished all its work, so the host passes bounds that it has already.
+# waits until the GPU has finished all its work, so the host passes bounds that it has already. (Day 31 uses the sum:
+# it shows whether the lengths are about equal.)
 
 # %%
 from collections.abc import Callable, Sequence
@@ -107,6 +109,8 @@ class PagedTables:
     [num_seqs + 1]: the queries of sequence i are the rows query_starts[i] to query_starts[i + 1] of
     q, and its last positions. block_size: slots in a block. max_query_len and max_kv_len: integers
     on the host, upper bounds of every query_len and kv_len, so that a launch reads no tensor.
+    total_kv_len: the sum of the kv_lens as the host knows it, from which a launch tells whether the
+    lengths are about equal; None: as if all were max_kv_len.
     """
 
     block_tables: torch.Tensor
@@ -115,6 +119,7 @@ class PagedTables:
     block_size: int
     max_query_len: int
     max_kv_len: int
+    total_kv_len: int | None = None
 
 
 # %% [markdown]
@@ -280,7 +285,7 @@ assert one.block_tables.data_ptr() == mapping.data_ptr()  # no copy
 #
 # You froze the oracle on Day 18. The batch gets no new one: `by_sequence` goes through the sequences and calls the
 # old one for each. It is slow, and it contains nothing new that you would have to trust. A sequence with `kv_len` 0 gives
-# zeros: Day 39 fills a batch of fixed size up with such rows.
+# zeros: a CUDA graph (Day 31) has a fixed number of sequences, and such rows fill it up.
 
 
 # %% jupyter={"source_hidden": true}
@@ -383,8 +388,8 @@ for i, rows in enumerate(together.split([query_len for query_len, _ in steps])):
 # As on Day 23, the host checks before it launches. There is more to get wrong now: a start that is too late, a
 # bound that is too low, a block that is not in the pool. Shapes and dtypes are checked always. The **values** of
 # the tables are checked on the CPU alone, since reading them on a GPU waits. The dispatcher then calls the
-# backend. The two functions that launch the batch's own kernel land on Day 31: Days 29 and 30 write it first. With
-# `use_kernel("day22")`, a batch runs sequence by sequence.
+# backend. The two functions that launch the batch's own kernel land on Day 31, because Days 29 and 30 write this kernel
+# first. With `use_kernel("day22")`, a batch runs sequence by sequence.
 
 
 # %% jupyter={"source_hidden": true}
@@ -536,7 +541,8 @@ for name, value in (("query_starts", late), ("block_tables", beyond), ("max_kv_l
 # - `positions` holds the position of each token, for RoPE. `tables` holds the tables above.
 # - `paged_attention` writes k and v of the layer with one `index_copy_` per pool, and attends in one call.
 # - `commit()` advances the lengths after the forward pass. Why not in the last layer, as `PagedKVCache` does? Day
-#   31 records launches once and replays them. A replay runs no Python, so no layer could count.
+#   31 records launches once and replays them. A replay runs no Python, so the line that advances a length would not
+#   run.
 
 # %%
 from nanoserve.cache import KVCacheExhausted, KVPool, PagedKVCache
@@ -640,6 +646,7 @@ class PagedBatch:
             block_size=size,
             max_query_len=max(query_lens),
             max_kv_len=max(self._ends),
+            total_kv_len=sum(self._ends),
         )
 
 
@@ -676,10 +683,10 @@ batch = PagedBatch(caches, [20, 5, 3])
 print([cache.table.blocks for cache in caches], batch.positions.tolist())
 
 # %% [markdown]
-# Is the model right over a batch? The function below is `Model.hidden` with two changes: the cache is
-# a batch, and the RoPE rows are those of `batch.positions`. (On Day 34 this becomes the engine's own.) Three
-# prompts go through all 30 layers in one pass, and then each prompt alone. The batch runs with the reference
-# backend, until its kernel is built.
+# Is the model right over a batch? The function below is `Model.hidden` and `Model.head` with three changes: the
+# cache is a batch, the RoPE rows are those of `batch.positions`, and each sequence's last row gets logits. (In the
+# weeks after this one, the engine gets such a function.) Three prompts go through all 30 layers in one pass, and
+# then each prompt alone. The batch runs with the reference backend, until its kernel is built.
 
 # %%
 from nanoserve import load_model, load_tokenizer
@@ -800,9 +807,9 @@ fig
 # One sequence needs no padding. The more sequences a batch has, the longer its longest one is, and all strips
 # have that length. The packed batch reads each token once, at every size.
 #
-# This counts the bytes that attention must read, not time. A kernel can stop at each row's own length and skip
-# the padding of the read. Even then the strips take up the memory, and the padded rows of the products are
-# computed. Paging and packing need neither.
+# This counts the bytes that attention would read, not time. A kernel can stop at each row's own length, and then it
+# reads no padding. But the strips still take up the memory, and in a step with a prompt the products still compute
+# the padded rows. Paging and packing avoid both.
 #
 # ## What you learned
 #

@@ -65,8 +65,8 @@ today.glossary("GQA", "KV head", "tile", "packed heads", "tensor core", "block t
 # - whole queries only: a tile holds `rows // n_rep` queries, and the rows after them stay unused;
 # - the first tile begins with query 0 of the sequence, and the next tile with query `rows // n_rep`.
 #
-# Why heads first? The heads of a query see the same keys. Sorted by query, the rows of a tile see nearly the same
-# keys, so few loaded keys are useless for a row.
+# Why heads first? The heads of a query see the same keys. So a tile of few queries needs few keys that only some of
+# its rows see.
 #
 # ## Your turn: `rows_of_tile`
 #
@@ -189,8 +189,8 @@ def fold_tile(m, l, acc, q, k, v, seen, scale):
 today.check(fold_tile)
 
 # %% [markdown]
-# One way to write it. Below, it computes the attention of one tile from Day 28's oracle's inputs: three heads of
-# one query, 100 keys, 16 at a time.
+# One way to write it. Below, it computes the attention of one tile, three heads of one query over 100 random keys,
+# 16 keys at a time, and compares it with Day 6's `sdpa`.
 
 
 # %% jupyter={"source_hidden": true}
@@ -383,9 +383,12 @@ def fold_keys(
 
 # %% [markdown]
 # Last the kernel. Which tile of which sequence does a program compute? With one tile for each sequence, as in
-# decode, the tile's number is the sequence's. Otherwise the tiles of sequence i begin at tile `starts[i]//QUERIES +
-# i`. The sequences before it never need more tiles than that. So a program finds its sequence without any list from
-# the host.
+# decode, the tile's number is the sequence's. Otherwise the tiles of sequence i begin at tile `starts[i] // QUERIES +
+# i`: the `starts[i]` queries before it fill at most `starts[i] // QUERIES` tiles whole, and each of the i sequences has
+# at most one ragged tile more. So a program finds its sequence without any list from the host.
+#
+# An example: 40, 7 and 1 queries, 5 to a tile. The sequences begin at tiles 0, 40 // 5 + 1 = 9 and 47 // 5 + 2 = 11.
+# The first one needs 8 tiles, 0 to 7. Tile 8 has no query, and its programs store nothing.
 #
 # A GPU starts programs in the order of their numbers, the first axis fastest. That axis is the KV head: programs
 # that start together then read neighbouring memory, since the KV heads of a token lie side by side. The other axis
@@ -594,7 +597,8 @@ assert after == expected and before > 11 * after
 # `tl.dot` is a batched matrix product over the KV heads, and each key is copied once instead of three times.
 #
 # For this measurement we leave out Python's own time for each line. With `replay=True`, tlsim records the torch
-# operations of the first launch and then runs those alone. Day 31 is about that; both kernels get it here.
+# operations of the first launch and then runs those alone. Day 31 is about that; both kernels get it here. `wave=512`
+# limits the programs that run side by side (Day 21).
 
 # %%
 today.predict(
@@ -686,6 +690,7 @@ for shape in shapes:
     old, new = (shares[shape, path] for path in ("day22", "packed"))
     print(f"{shape:26} Day 22 {old:6.1%}   packed heads {new:6.1%}")
     assert new > old
+assert min(shapes, key=lambda shape: shares[shape, "packed"]) == shapes[2]
 
 # %% jupyter={"source_hidden": true}
 # Draws the plot: share of the read bandwidth, before and after
@@ -716,8 +721,9 @@ fig
 # comes from other changes in this kernel, among them the clamped loads, the products on tensor cores and the order
 # of the grid.
 #
-# The smallest shape, SmolLM2's, stays far from the limit: 64 sequences with 3 KV heads are 192 programs. And one
-# long sequence?
+# Of the four shapes, SmolLM2's is the farthest from the limit. It is the smallest one: 101 MB of keys and values, which
+# take 22 µs at the peak bandwidth. To start the kernel and to fill the GPU takes a large part of so short a time. And
+# one long sequence?
 
 # %%
 old, new = (shares["1 x 65,536, 32/8 x 128", path] for path in ("day22", "packed"))

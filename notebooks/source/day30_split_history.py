@@ -150,8 +150,9 @@ for splits in (1, 2, 7, 100):
 #
 # Who reads which keys? The first idea is to cut every sequence into the same number of parts. For sequences of
 # different lengths that keeps the problem: the parts of a long sequence are long. So take the tiles of **all**
-# sequences, one after another, and give each **worker** an equal share of them. A worker is one program for each KV
-# head.
+# sequences, one after another, and give each **worker** an equal share of them. A launch has a program for each worker
+# and KV head, so a worker is as many programs as there are KV heads. All of them read the same positions, each for
+# its own KV head.
 #
 # - A sequence of `kv_len` keys has `ceil(kv_len / tile)` tiles; the last may be ragged. A padded row, without keys,
 #   counts as one tile: some worker has to write its zeros.
@@ -277,7 +278,7 @@ def share_keys(kv_len_ptr, num_seqs, workers, TILE: tl.constexpr, SEQS: tl.const
     kv_lens = tl.load(kv_len_ptr + i, mask=i < num_seqs, other=0)
     tiles = tl.where(i < num_seqs, tl.maximum(tl.cdiv(kv_lens, TILE), 1), 0)
     ends = tl.cumsum(tiles, axis=0)
-    total = tl.max(ends, axis=0)
+    total = tl.sum(tiles, axis=0)
     return kv_lens, ends - tiles, ends, total, tl.cdiv(total, workers)
 
 
@@ -368,10 +369,11 @@ def split_kv_kernel(
 
 
 # %% [markdown]
-# `merge_kernel` is your `merge`, for one row of one sequence. At most one sequence begins in a worker's share and
-# ends in a later share. So the grid has as many programs for each KV head and row as there are workers, and program
-# w merges that sequence, if there is one. It folds the parts with the streaming softmax, `PARTS` at a time: the lse
-# takes the place of the score.
+# `merge_kernel` is your `merge`, for one row of one sequence. Which program merges which sequence? Only the last
+# sequence of a share can go on into the next share. So at most one sequence begins in a worker's share and ends in a
+# later one. The grid has as many programs for each KV head and row as there are workers, and program w merges that
+# sequence, if there is one. It folds the parts with the streaming softmax, `PARTS` at a time: the lse takes the
+# place of the score.
 
 
 # %% jupyter={"source_hidden": true}
@@ -407,8 +409,10 @@ def merge_kernel(
     token = tl.load(start_ptr + tl.maximum(seq, 0)) + row // N_REP
     used = (token < tl.load(start_ptr + tl.maximum(seq, 0) + 1)) & (last > worker)
     dim = tl.arange(0, BLOCK_D)
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
+    if OVERLAP:  # wait for the parts. Worker 0 always waits, so that the merge never ends first
+        waits = (last > worker) | (worker == 0)
+        if waits:
+            tl.extra.cuda.gdc_wait()
     m = tl.full((1,), -1e30, tl.float32)
     l = tl.zeros((1,), tl.float32)
     acc = tl.zeros((BLOCK_D,), tl.float32)
@@ -548,12 +552,13 @@ print(f"that is {moved['parts'] / moved['K and V']:.1%}; you predicted:", today.
 #
 # ## Your turn: `num_workers`
 #
-# How many workers? Parts cost bytes, so not more than the GPU runs at once. Four rules:
+# How many workers? Each worker leaves parts, and parts cost bytes. So a GPU gets no more workers than it runs at once.
+# Four rules:
 #
 # - A multiprocessor runs `programs` programs at once, and a worker is one program for each KV head. So there is
 #   room for `programs * multiprocessors / n_kv` workers, rounded down.
 # - If there is room for more than eight, take a multiple of eight, rounded down: the merge reads parts in groups.
-# - There are at most as many workers as tiles, and at least 1.
+# - After that: at most as many workers as tiles, and at least 1.
 # - Without a split there are `num_seqs * n_kv` programs. If these are eight or more for each multiprocessor, they
 #   fill the GPU by themselves: return 0. Then the packed kernel runs, and nothing is merged.
 #
@@ -650,8 +655,8 @@ fig
 
 # %% [markdown]
 # With few workers, a turn of the loop costs nearly the same for one program and for two, so half the turns take
-# less time. Where your curve bends, the numbers of a turn cost more than its start, and the merge has more parts.
-# On a GPU the bend comes where all multiprocessors are busy.
+# less time. With many workers, a turn computes more numbers and the merge has more parts: there your curve bends. On
+# a GPU the bend comes where all multiprocessors are busy.
 #
 # ## Measure it: the roofline
 #
@@ -730,9 +735,9 @@ assert shapes[0] == "1 x 65,536, 32/8 x 128"
 
 # %% [markdown]
 # In the recorded run, the split brings these shapes closer to the bandwidth: the cell above asserts it for all but
-# the batch of 256, which `num_workers` does not split. On the long sequence it gains more than 132 / 8, the ratio
-# of multiprocessors to programs. Each multiprocessor runs several programs at once: with one program it waits for
-# memory most of the time.
+# the batch of 256. `num_workers` returns 0 for that batch, so a difference there is due to the launch parameters of
+# Day 31. On the long sequence the split gains more than 132 / 8, the ratio of multiprocessors to programs. Each
+# multiprocessor runs several programs at once: with one program it waits for memory most of the time.
 #
 # The K and V of the shortest sequence are 8 MiB. At the full bandwidth they take about two microseconds, and to
 # start two kernels takes time of the same order: such a shape stays far from the limit. SDPA has no ragged form

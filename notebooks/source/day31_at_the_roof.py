@@ -48,7 +48,8 @@ today.picture("roofline-steps")
 # early, and how many bytes? One product answers both, and it holds for every GPU.
 #
 # The faster the kernel, the more the work around it counts: Python checks the arguments and launches, in every
-# layer of every token. The second half of the day removes that work too.
+# layer of every token. The second half of the day removes that work too. It begins at "Record once, replay many
+# times": a good place for a pause.
 
 # %%
 today.glossary(
@@ -67,8 +68,8 @@ today.glossary(
 # This is **Little's law**, and it holds for every queue. If ten people arrive per minute and each stays for five
 # minutes, then 50 people are inside.
 #
-# The recorded GPU has 132 multiprocessors. Assume a latency of 600 ns. How many KiB must each multiprocessor have
-# in flight, so that the memory is never idle?
+# The recorded GPU reads 4.5 TB in a second (Day 27), and it has 132 multiprocessors. Assume a latency of 600 ns. How
+# many KiB must each multiprocessor have in flight, so that the memory is never idle?
 
 # %%
 today.predict("flight", "KiB in flight for each multiprocessor?", guess=None, low=0)
@@ -178,11 +179,11 @@ def bytes_in_flight(tile, num_stages, head_dim, itemsize, programs, shared) -> i
 # %% [markdown]
 # ## Prove it: what the compiler does
 #
-# Is it true that a tile ahead takes two stages? A compiler needs no GPU (Day 23). So compile the kernel for two
-# GPUs, and look at the shared memory of a program, by its number of stages:
+# Is it true that a tile ahead takes two stages? A compiler needs no GPU. As on Day 23, `shared_memory` names the types
+# of all arguments and compiles the kernel for a target:
 
-# %% jupyter={"source_hidden": true}
-# compiles packed_kernel for a GPU that need not be here
+
+# %%
 import os
 
 from nanoserve.kernels.dispatch import has_triton
@@ -208,6 +209,9 @@ def shared_memory(capability, stages, tile=64, head_dim=128):
     options = {"num_warps": 4, "num_stages": stages}
     return compile(source, GPUTarget("cuda", capability, 32), options).metadata.shared
 
+
+# %% [markdown]
+# The shared memory of a program, for two GPUs and by the number of stages:
 
 # %% tags=["nbval-ignore-output"]
 able = has_triton() and os.environ.get("TRITON_INTERPRET") != "1"
@@ -258,11 +262,11 @@ ax.set(xticks=choices, xlim=(0.5, 8.2))
 fig
 
 # %% [markdown]
-# Above the line, the memory need not be idle: the law says no more. It does not say which choice above the line is
-# the best one. A large tile wastes more at the end of a sequence. Many stages leave less shared memory for other
-# programs. More warps share the arithmetic of one tile, and wait for one another. So the last step is to measure.
-
-# %% [markdown]
+# Above the line, enough bytes are in flight to keep the memory busy. The law does not say which of these choices is the
+# best. A large tile wastes more at the end of a sequence. Many stages leave less shared memory for other programs:
+# with 128 keys, 5 stages have no more bytes in flight than 3, because the second program no longer fits. More warps
+# share the arithmetic of one tile, and wait for one another. So the last step is to measure.
+#
 # ## Your turn: `newest_row`
 #
 # The best parameters that were measured stand in a table, by compute capability. Not every GPU has a row. The rule: a
@@ -295,11 +299,13 @@ def newest_row(rows, capability):
 
 # %% [markdown]
 # The package's table has two keys more: the kernel, and the largest `head_dim`, since a wider key needs more shared
-# memory. Read the comments: they say what chose a row. In float32 one row serves all GPUs: tensor cores would round
-# the products to TF32, so the kernel does not use them, and arithmetic is its limit.
+# memory. "packed" and "waves" are both Day 29's kernel without a split: with "packed" all programs run at once, with
+# "waves" there are more programs than the GPU runs at once. Unfold the cell below and read the comments: they say
+# what chose a row. In float32 one row serves all GPUs. Tensor cores would round the factors to 10 bits after the
+# point (TF32), so the kernel does not use them, and arithmetic is its limit.
 
 # %%
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 # %% jupyter={"source_hidden": true}
@@ -326,15 +332,21 @@ class Launch:
 LAUNCHES = {
     ("split", (7, 5), 256): Launch(16, 32, 2, 2, programs=4),
     ("split", (8, 0), 256): Launch(16, 32, 1, 4, programs=4),
-    ("split", (9, 0), 64): Launch(16, 64, 1, 5, programs=3),  # 64 x 8,192: 93%; 2 warps: 92%
-    ("split", (9, 0), 256): Launch(16, 64, 2, 5, programs=2),  # 64 x 8,192: 96%; 1 warp: 95%
+    ("split", (9, 0), 64): Launch(16, 64, 1, 5, programs=3),  # 64 x 2,048: 72%; 2 warps: 66%
+    ("split", (9, 0), 128): Launch(16, 64, 2, 5, programs=2),  # 4 x 32,768: 93%; 1 warp: 91%
     ("packed", (7, 5), 256): Launch(16, 32, 2, 2),
     ("packed", (8, 0), 256): Launch(16, 32, 1, 4),
-    ("packed", (9, 0), 256): Launch(16, 32, 1, 4),  # 256 x 1,024: 95%; 8 stages: 93%
-    ("prefill", (7, 5), 256): Launch(64, 32, 4, 2),
-    ("prefill", (8, 0), 256): Launch(64, 64, 4, 2),
+    ("packed", (9, 0), 64): Launch(16, 64, 1, 5),  # 64 x 8,192: 97%; 2 warps: 96%
+    ("packed", (9, 0), 128): Launch(16, 64, 2, 4),  # 64 x 8,192: 98%; 1 warp, tile 32: 95%
+    ("waves", (7, 5), 256): Launch(16, 32, 2, 2),
+    ("waves", (8, 0), 256): Launch(16, 32, 1, 4),
+    ("waves", (9, 0), 128): Launch(16, 64, 2, 5),  # 256 x 1,024: 95%, ragged 89%; 4 stages: 83%
+    ("prefill", (7, 5), 128): Launch(64, 32, 4, 2),
+    ("prefill", (7, 5), 256): Launch(32, 16, 4, 2),
+    ("prefill", (8, 0), 128): Launch(64, 64, 4, 2),
+    ("prefill", (8, 0), 256): Launch(64, 32, 4, 2),
     ("prefill", (9, 0), 64): Launch(64, 128, 4, 2),  # 8,192 tokens: 0.73 of SDPA; tile 64: 0.71
-    ("prefill", (9, 0), 256): Launch(128, 128, 8, 3),  # 8,192 tokens: 0.59; 64 rows: 0.55
+    ("prefill", (9, 0), 128): Launch(128, 128, 8, 3),  # 8,192 tokens: 0.63; 64 rows: 0.55
 }
 FLOAT32 = Launch(16, 32, 4, 2, programs=2)  # every kernel's: tensor cores would round to TF32
 
@@ -342,12 +354,12 @@ FLOAT32 = Launch(16, 32, 4, 2, programs=2)  # every kernel's: tensor cores would
 def launch_of(
     kernel: str, capability: tuple[int, int], head_dim: int, dtype: torch.dtype
 ) -> Launch:
-    """The launch parameters for "split", "packed" or "prefill" on a GPU of a compute capability.
+    """The launch parameters of a kernel, by its name in LAUNCHES, on a GPU of a compute capability.
 
     The row is the newest that is not newer than the GPU. ValueError if there is none.
     """
     if dtype == torch.float32:
-        return FLOAT32
+        return FLOAT32 if head_dim <= 128 else replace(FLOAT32, tile=16)
     rows = [
         (since, -widest, launch)
         for (name, since, widest), launch in LAUNCHES.items()
@@ -367,10 +379,83 @@ for capability, name in (((7, 5), "T4"), ((8, 9), "L4"), ((9, 0), "H200"), ((12,
     rows = [
         (since, launch)
         for (kernel, since, widest), launch in LAUNCHES.items()
-        if kernel == "split" and widest == 256
+        if kernel == "split" and widest >= 128
     ]
     print(f"{name:9} {found}: as your rule: {found == newest_row(rows, capability)}")
     assert found == newest_row(rows, capability)
+
+# %% [markdown]
+# ## Split, or not?
+#
+# Yesterday's rule splits a batch unless its sequences make eight programs for each multiprocessor. The sweep on the
+# H200 showed one more case. Take 64 sequences of 8,192 tokens with 8 KV heads: 512 programs, four for each
+# multiprocessor. All of them run at once. If their sequences are equally long, they also end together, and a split
+# can only add the work of the merge: 97% of the bandwidth with it, 98% without. If the lengths differ, most
+# programs end early and the GPU runs half empty: there the split keeps 93%, and without it 70% remain.
+#
+# So the host must know whether the lengths are about equal. It may not read `kv_lens` from the GPU, which would
+# wait. But it made the lengths itself, so it knows their sum: `PagedTables.total_kv_len`.
+
+# %%
+from nanoserve.kernels.reference import PagedTables
+from nanoserve.kernels.sizes import next_power_of_2
+from nanoserve.kernels.split_kv import num_workers
+
+
+# %% jupyter={"source_hidden": true}
+# lands in nanoserve/kernels/split_kv.py: choose_launch
+def choose_launch(
+    tables: PagedTables,
+    n_rep: int,
+    n_kv: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    capability: tuple[int, int],
+    multiprocessors: int,
+) -> tuple[Launch, int]:
+    """The launch parameters of a batch, and the number of workers; 0 workers: no split.
+
+    Queries that need more than one tile are a prefill. Otherwise num_workers decides, with two
+    exceptions. Sequences of about equal length that make three or four programs for each
+    multiprocessor are not split: these programs run all at once, and end together. And there is no
+    worker without tiles: 48 workers of 64 tiles would have two each, so 32 workers are enough.
+    """
+    num_seqs = len(tables.kv_lens)
+    split = launch_of("split", capability, head_dim, dtype)
+    if tables.max_query_len > max(split.rows, next_power_of_2(n_rep)) // n_rep:
+        return launch_of("prefill", capability, head_dim, dtype), 0
+    longest = num_seqs * tables.max_kv_len
+    even = tables.total_kv_len is None or tables.total_kv_len >= 0.9 * longest
+    if even and 3 * multiprocessors <= num_seqs * n_kv <= 4 * multiprocessors:
+        return launch_of("packed", capability, head_dim, dtype), 0
+    tiles = num_seqs * max(1, -(-tables.max_kv_len // split.tile))
+    workers = num_workers(multiprocessors, n_kv, num_seqs, tiles, split.programs)
+    if not workers:
+        return launch_of("waves", capability, head_dim, dtype), 0
+    share = -(-tiles // workers)
+    return split, -(-tiles // share)
+
+
+# %%
+def decode_tables(kv_lens: list[int]) -> PagedTables:
+    """Tables of a decode step; a launch is chosen from their sizes only."""
+    blocks = torch.zeros(len(kv_lens), 1, dtype=torch.int32)
+    lens = torch.tensor(kv_lens, dtype=torch.int32)
+    starts = torch.arange(len(kv_lens) + 1, dtype=torch.int32)
+    return PagedTables(blocks, lens, starts, 16, 1, max(kv_lens), sum(kv_lens))
+
+
+batches = {
+    "64 of 8,192 tokens": [8_192] * 64,
+    "64 of 128 to 8,192": list(range(128, 8_193, 128)),
+    "256 of 1,024 tokens": [1_024] * 256,
+    "1 of 65,536 tokens": [65_536],
+}
+for name, kv_lens in batches.items():
+    row, workers = choose_launch(
+        decode_tables(kv_lens), 4, 8, 128, torch.bfloat16, (9, 0), multiprocessors=132
+    )
+    print(f"{name:20} {f'{workers} workers' if workers else 'no split':10} {row}")
 
 # %% [markdown]
 # ## The launchers
@@ -399,14 +484,11 @@ from nanoserve.kernels.dispatch import (
 )
 from nanoserve.kernels.paged_attention import paged_attention_kernel
 from nanoserve.kernels.reference import (
-    PagedTables,
     by_sequence,
     paged_attention_batch_reference,
     paged_attention_reference,
     tolerance,
 )
-from nanoserve.kernels.sizes import next_power_of_2
-from nanoserve.kernels.split_kv import num_workers
 
 
 # %% jupyter={"source_hidden": true}
@@ -467,7 +549,9 @@ def launch_batch(
     kernels.split_kv_kernel[(n_kv, workers)](
         *inputs, out, part, lse, scale, num_seqs, *strides, **both, **sizes, **compiler
     )
-    parts_at_once = max(1, 4096 // shape["BLOCK_D"])  # what the registers of a warp hold
+    parts_at_once = min(  # what the registers of a warp hold; but no more than a sequence has
+        max(1, 4096 // shape["BLOCK_D"]), next_power_of_2(-(-workers // num_seqs) + 1)
+    )
     compiler = {"num_warps": 1} | ({"launch_pdl": True} if overlap else {})
     kernels.merge_kernel[(n_kv, workers, n_rep * tables.max_query_len)](
         part, lse, kv_lens, starts, out, num_seqs, PARTS=parts_at_once, **both, **shape, **compiler
@@ -478,9 +562,7 @@ def launch_batch(
 LOG2_E = math.log2(math.e)  # 2 ** (x * LOG2_E) is e ** x
 
 # %% [markdown]
-# With Triton, the launcher looks up the GPU's row. If the queries of each sequence fit in one tile, the history is
-# split, unless the sequences alone fill the GPU. If there are more queries, as in a prefill, the launch has no split and
-# larger tiles, because many queries share each key.
+# With Triton, `choose_launch` decides. A prefill has no split and larger tiles, because many queries share each key.
 #
 # Under tlsim each line of a kernel is one operation of torch for all programs, and warps and stages mean nothing. A
 # large tile needs fewer turns of the loop, and so fewer operations. Nothing is split, since there are no idle
@@ -507,14 +589,9 @@ def paged_attention_batch_triton(
 
 def _batch_triton(q, k_pool, v_pool, tables, n_rep, scale):
     capability, multiprocessors = _gpu(q.device)
-    head_dim, n_kv, num_seqs = q.shape[2], k_pool.shape[1], len(tables.kv_lens)
-    launch = launch_of("split", capability, head_dim, q.dtype)
-    if tables.max_query_len > max(launch.rows, next_power_of_2(n_rep)) // n_rep:
-        launch, workers = launch_of("prefill", capability, head_dim, q.dtype), 0
-    else:
-        tiles = num_seqs * -(-tables.max_kv_len // launch.tile)
-        workers = num_workers(multiprocessors, n_kv, num_seqs, tiles, launch.programs)
-        launch = launch if workers else launch_of("packed", capability, head_dim, q.dtype)
+    launch, workers = choose_launch(
+        tables, n_rep, k_pool.shape[1], q.shape[2], q.dtype, capability, multiprocessors
+    )
     overlap = capability >= (9, 0) and _can_overlap()
     with torch.cuda.device_of(q):
         return launch_batch(
@@ -551,17 +628,23 @@ def paged_attention_batch_tlsim(
 
     Arguments and result as for paged_attention_batch_reference; ValueError as for check_batch.
     """
+    integers = tables.block_tables, tables.kv_lens, tables.query_starts
+    graph = _graph_of(q, k_pool, v_pool, integers, tables, n_rep, scale)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    if graph.replay(q, k_pool, v_pool, out):
+        return out
     check_batch(q, k_pool, v_pool, tables, n_rep)
-    return _batch_tlsim(q, k_pool, v_pool, tables, n_rep, scale)
+    return _batch_tlsim(q, k_pool, v_pool, tables, n_rep, scale, graph)
 
 
-def _batch_tlsim(q, k_pool, v_pool, tables, n_rep, scale):
+def _batch_tlsim(q, k_pool, v_pool, tables, n_rep, scale, graph):
     rows = next_power_of_2(n_rep * tables.max_query_len)
     rows = min(rows, max(128, next_power_of_2(n_rep)))
     tile = min(512 if rows < 128 else 256, max(16, next_power_of_2(tables.max_kv_len)))
     n_kv = k_pool.shape[1]
     wave = n_kv * max(1, LANES // (rows * tile * n_kv))  # the programs of whole tiles of queries
-    with tlsim.options(checks=False, replay=True, wave=wave):
+    graph = True if scale is not None and scale <= 0 else graph  # the launch replaces q
+    with tlsim.options(checks=False, replay=graph, wave=wave):
         return launch_batch(
             _simulated_kernels(), q, k_pool, v_pool, tables, n_rep, scale, Launch(rows, tile, 1, 1)
         )
@@ -636,15 +719,22 @@ def paged_attention_tlsim(
 
     Arguments and result as for paged_attention_reference; ValueError as for check_attention.
     """
-    check_attention(q, k_pool, v_pool, slot_mapping, n_rep)
     if _kernel.get() == "day22":
+        check_attention(q, k_pool, v_pool, slot_mapping, n_rep)
         programs = min(q.shape[1] * q.shape[2], 512)
         tile = next_power_of_2(min(len(slot_mapping), 512, (1 << 15) // programs))
         with tlsim.options(checks=False, wave=512):
             kernel = _simulated(paged_attention_kernel)
             return launch(kernel, q, k_pool, v_pool, slot_mapping, n_rep, scale, tile)
-    tables = _once(_tables_of, slot_mapping, q.shape[2])
-    return _one_sequence(_batch_tlsim(_packed(q), k_pool, v_pool, tables, n_rep, scale))
+    graph = _graph_of(q, k_pool, v_pool, (slot_mapping,), slot_mapping, n_rep, scale)
+    if graph.run is None:
+        check_attention(q, k_pool, v_pool, slot_mapping, n_rep)
+    q = _packed(q)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    if not graph.replay(q, k_pool, v_pool, out):
+        tables = _once(_tables_of, slot_mapping, len(q))
+        out = _batch_tlsim(q, k_pool, v_pool, tables, n_rep, scale, graph)
+    return _one_sequence(out)
 
 
 _simulated = cache(tlsim.jit)  # reads the source of a kernel once
@@ -783,12 +873,13 @@ assert all(seconds > 0 for seconds in times.values())
 # is Day 29's kernel without a split, and `split_kv` is what the engine runs: all of Days 29 to 31. The times include
 # the merge, and the inputs are rotated so that the L2 cache does not hold them.
 #
-# Before you look: seven of the shapes read 100 MB or more, and one reads 8 MB. Which share of the peak
-# bandwidth does that one reach, in percent?
+# Before you look: with SmolLM2's heads, 64 sequences of 2,048 tokens are 192 programs of Day 29's grid, one or two for
+# each multiprocessor. Day 29's plot has the packed kernel's share of the peak bandwidth there, and Day 27's has SDPA's.
+# How many percent does the engine's kernel reach, with the history split?
 
 # %%
 today.predict(
-    "small", "1 x 4,096 tokens: percent of the peak bandwidth?", guess=None, low=0, high=100
+    "smollm2", "64 x 2,048, 9/3 x 64: percent of the peak bandwidth?", guess=None, low=0, high=100
 )
 
 # %%
@@ -812,8 +903,9 @@ print(f"split_kv has {min(of_sdpa):.0%} to {max(of_sdpa):.0%} of SDPA's speed")
 assert all(share(shape, "split_kv") > share(shape, "day22") for shape in shapes)
 long, packed, day22 = (share("1 x 65,536, 32/8 x 128", p) for p in ("split_kv", "packed", "day22"))
 assert long > 10 * packed and packed < day22
-if (guess := today.guess("small")) is not None:
-    print(f"your guess for the last shape: {guess:g}%")
+assert share("64 x 2,048, 9/3 x 64", "split_kv") > share("64 x 2,048, 9/3 x 64", "packed")
+if (guess := today.guess("smollm2")) is not None:
+    print(f"your guess for SmolLM2's heads: {guess:g}%")
 
 # %% jupyter={"source_hidden": true}
 # Draws the plot: each shape's share of the peak bandwidth, by code path
@@ -834,8 +926,8 @@ for path in (path for path in LOOKS if path in paths):
     where = "left" if path in ("packed", "split_kv") else "right"
     label_line(ax, x[named], y[named], name, COLOURS[colour], where)
 ax.axvline(1, color=COLOURS["limit"], linewidth=1.5)
-if (guess := today.guess("small")) is not None:
-    prediction_marker(ax, guess / 100, shapes.index("1 x 4,096, 32/8 x 64"))
+if (guess := today.guess("smollm2")) is not None:
+    prediction_marker(ax, guess / 100, shapes.index("64 x 2,048, 9/3 x 64"))
 ax.set(
     yticks=range(len(shapes)), yticklabels=shapes, xlim=(0, 1.05), ylim=(len(shapes) - 0.5, -0.8)
 )
@@ -881,8 +973,6 @@ today.picture("capture-replay")
 # of three sequences, at most 96 tokens each:
 
 # %%
-from dataclasses import replace
-
 random = torch.Generator().manual_seed(31)
 q = torch.randn(3, 6, 64, generator=random).to(device)  # 3 sequences, 6 query heads, 2 KV heads
 k_pool, v_pool = torch.randn(2, 40 * 16, 2, 64, generator=random).to(device)
@@ -933,7 +1023,7 @@ else:
 
 # %% [markdown]
 # On a CPU, the launcher switches tlsim's replay on. The first call of a kind is recorded; a later call with the same
-# shapes finds the recording.
+# shapes finds the recording. To count the recordings, the cell puts `keep` in the place of the class that makes them.
 
 # %%
 from unittest.mock import patch
@@ -962,8 +1052,8 @@ assert captured and again and len(made) == 1
 
 # %% [markdown]
 # The same recording served other queries, other lengths and other blocks. It is a flat list of torch calls. The
-# kernel's own Python and the types of the simulator are gone. (Calls that depend on the tables alone stand in a
-# function of their own, which runs once for all layers of a step.)
+# kernel's own Python and the types of the simulator are gone. A second list, which is not printed here, holds the
+# calls that depend on the tables alone. It runs once for all layers of a step.
 
 # %% tags=["nbval-ignore-output"]
 source = made[0].source.splitlines()
@@ -973,7 +1063,8 @@ for line in [source[first][:60] + " ...", "    ...", *source[-16:]]:
 print(len(source) - first, "lines")
 
 # %% [markdown]
-# How many times as fast is the replayed launch?
+# How many times as fast is the replayed launch? (The tile has 4 rows here: three heads of one query. The 16 rows of
+# Day 29 are for tensor cores, and tlsim has none.)
 
 # %%
 today.predict("replay", "Time of an ordinary launch over a replayed one?", guess=None, low=0)

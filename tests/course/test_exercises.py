@@ -25,6 +25,7 @@ def assert_wrong_answers_rejected(exercise, at_least=5):
         assert report.failed is not None, f"wrong answer {number} passes: {mistake.why}"
         message = report.failed.message
         assert mistake.why in message, f"wrong answer {number} is told {message!r}"
+        assert "'Wrong' object" not in message, f"wrong answer {number} calls another wrong answer"
         twin = messages.setdefault(message, number)
         assert twin == number, f"wrong answers {twin} and {number} get one message: {message}"
     for kind in {case.kind for case in exercise.cases()}:

@@ -6,7 +6,13 @@ import torch
 from nanoserve import LLM, SamplingParams, load_model
 from nanoserve.generate import new_cache, next_logits
 from nanoserve.kernels import dispatch
-from nanoserve.kernels.dispatch import BACKENDS, paged_attention_dispatch, use_backend
+from nanoserve.kernels.dispatch import (
+    BACKENDS,
+    paged_attention_batch_dispatch,
+    paged_attention_dispatch,
+    use_backend,
+)
+from nanoserve.kernels.reference import PagedTables, paged_attention_batch_reference
 from tests.attention_cases import HALVES, LAYOUTS, AttentionCase, assert_expected, tensors
 from tests.checkpoints import KINDS
 from tests.folders import VOCABULARY, write_checkpoint
@@ -135,3 +141,35 @@ def test_in_half_precision_the_logits_are_the_oracles_within_rounding(dtype, tmp
         logits[backend] = torch.stack(steps).float()
     apart = (logits["triton"] - logits["reference"]).abs().max() / logits["reference"].abs().max()
     assert apart < 4 * torch.finfo(dtype).eps
+
+
+def test_a_captured_launch_follows_the_content_of_its_tables():
+    random = torch.Generator("cuda").manual_seed(31)
+    where = {"device": "cuda", "generator": random}
+    pools = torch.randn(2, 64 * 16, 2, 64, **where)
+    q = torch.randn(3, 6, 64, **where)
+
+    def draw(longest):
+        blocks = torch.randperm(64, **where)[:60].view(3, 20).int()
+        return blocks, torch.randint(1, longest + 1, (3,), **where).int()
+
+    blocks, kv_lens = draw(320)
+    starts = torch.arange(4, device="cuda", dtype=torch.int32)
+    tables = PagedTables(blocks, kv_lens, starts, 16, 1, 320)
+
+    def launch():
+        return paged_attention_batch_dispatch(q, *pools, tables, 3)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        launch()  # compiles: a capture must not
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = launch()
+    for longest in (320, 1, 17, 300):
+        for old, new in zip((blocks, kv_lens), draw(longest), strict=True):
+            old.copy_(new)
+        graph.replay()
+        expected = paged_attention_batch_reference(q, *pools, tables, 3)
+        torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-4)

@@ -416,8 +416,8 @@ GATHER = Exercise(
             ("position = tl.program_id(0)", "position = tl.program_id(1)"),
         ),
         _planted(
-            "The positions are used as slots, as if the text lay in one piece. Load the slots "
-            "first, and use them for the row.",
+            "The rows come out as if the text lay in one piece. A row is loaded from its slot, "
+            "slot * pool_slot, and stored at its position, position * out_row.",
             (_FROM, "row = position * pool_slot + head * pool_head"),
         ),
         _planted(

@@ -614,6 +614,15 @@ _KERNEL_WRONG = (
         hints="loop",
     ),
     _kernel_but(
+        "The scores are multiplied by scale twice: q is scaled already, in the head of the kernel.",
+        ("k.to(tl.float32), axis=1)", "k.to(tl.float32), axis=1) * scale"),
+        hints=(
+            "Which lines multiply by scale? Read the head of the kernel, too.",
+            "The head computes q.to(tl.float32) * scale. So the sum of q times k is the score.",
+            "score = tl.sum(q[None, :] * k.to(tl.float32), axis=1)",
+        ),
+    ),
+    _kernel_but(
         "acc sums the keys. The weights p belong to the values: sum p times v.",
         ("tl.sum(p[:, None] * v.to", "tl.sum(p[:, None] * k.to"),
     ),

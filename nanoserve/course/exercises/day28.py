@@ -160,6 +160,19 @@ def _first_start(self, rows):
     return torch.searchsorted(starts, starts[last])
 
 
+@wrong(
+    "The result is int32. It is an index, and index tensors are int64: compare in int64, and leave "
+    "out_int32 out.",
+    hints=(
+        "Which dtype has query_starts, and which dtype is asked for?",
+        "query_starts is int32; rows and the result are int64. searchsorted returns int64 itself.",
+        "torch.searchsorted(self.query_starts.long(), rows, right=True) - 1",
+    ),
+)
+def _int32(self, rows):
+    return (torch.searchsorted(self.query_starts.long(), rows, right=True) - 1).int()
+
+
 SEQUENCES_OF = Exercise(
     "sequences_of",
     _sequences_cases,
@@ -187,7 +200,7 @@ SEQUENCES_OF = Exercise(
     target="nanoserve.kernels.reference:PagedTables.sequences_of",
     wrong=(
         _left, _counts_itself, _ends_included, _equal_shares, _padded, _decode_only, _nearest,
-        _first_of_them, _number_within, _all_rows, _by_kv_lens, _skips_empty, _first_start,
+        _first_of_them, _number_within, _all_rows, _by_kv_lens, _skips_empty, _first_start, _int32,
     ),
 )  # fmt: skip
 
@@ -262,17 +275,27 @@ def _padded_strip(self, sequences, positions):
     return sequences * self.max_kv_len + positions
 
 
-@wrong("This is the first slot of the right block. Add the offset, position % block_size.")
+_OFFSET = (
+    "Your block is right. Where in it does the token lie?",
+    "At offset position % block_size, after the block's first slot, block id * block_size.",
+    "return blocks * self.block_size + positions % self.block_size",
+)
+
+
+@wrong(
+    "This is the first slot of the right block. Add the offset, position % block_size.",
+    hints=_OFFSET,
+)
 def _first_slot(self, sequences, positions):
     return _block(self, sequences, positions) * self.block_size
 
 
-@wrong("This is the id of the block. The slot is block id * block_size + offset.")
+@wrong("This is the id of the block. The slot is block id * block_size + offset.", hints=_OFFSET)
 def _only_block(self, sequences, positions):
     return _block(self, sequences, positions)
 
 
-@wrong("The id is not multiplied: block b begins at slot b * block_size.")
+@wrong("The id is not multiplied: block b begins at slot b * block_size.", hints=_OFFSET)
 def _added(self, sequences, positions):
     return _block(self, sequences, positions) + positions % self.block_size
 
@@ -306,7 +329,10 @@ def _always_16(self, sequences, positions):
     return blocks * 16 + positions % 16
 
 
-@wrong("It multiplies by max_blocks, the width of the table. Multiply by the block size.")
+@wrong(
+    "It multiplies by max_blocks, the width of the table. Multiply by the block size.",
+    hints=_OFFSET,
+)
 def _times_width(self, sequences, positions):
     width = self.block_tables.shape[1]
     return _block(self, sequences, positions) * width + positions % self.block_size

@@ -69,7 +69,8 @@ def _every_tile_the_first(tile, rows, kv_head, n_rep, query_len):
 
 @wrong(
     "The tiles follow each other without a gap, so the heads of one query can lie in two tiles. A "
-    "tile holds whole queries, rows // n_rep of them. The rows after these are not used."
+    "tile holds whole queries, rows // n_rep of them. The rows after these are not used.",
+    hints="tile",
 )
 def _without_a_gap(tile, rows, kv_head, n_rep, query_len):
     row = tile * rows + torch.arange(rows)
@@ -89,7 +90,8 @@ def _tile_counts_rows(tile, rows, kv_head, n_rep, query_len):
 @wrong(
     "The rows after the last whole query of the tile count as used. The next tile begins with this "
     "query, so it would be computed twice, here with a part of its heads: used needs "
-    "row < (rows // n_rep) * n_rep."
+    "row < (rows // n_rep) * n_rep.",
+    hints="tile",
 )
 def _left_over_used(tile, rows, kv_head, n_rep, query_len):
     used = lambda row, query: query < query_len  # noqa: E731
@@ -359,14 +361,19 @@ def _hidden_is_floor(*args):
     return _fold_but(*args, hide=lambda seen, score: torch.where(seen, score, FLOOR))
 
 
-@wrong("The mask is upside down: the scores that are seen become -inf.")
+@wrong("The mask is upside down: the scores that are seen become -inf.", hints="seen")
 def _mask_upside_down(*args):
     return _fold_but(*args, hide=lambda seen, score: torch.where(seen, -torch.inf, score))
 
 
 @wrong(
     "One maximum is taken over all rows. The rows are different heads and queries: each has a "
-    "maximum of its own, score.amax(-1)."
+    "maximum of its own, score.amax(-1).",
+    hints=(
+        "How many softmaxes does a tile of 6 rows hold, and how many maxima does yours take?",
+        "One softmax for each row. So m_new has one number for each row: the largest of the row.",
+        "m_new = torch.maximum(m, score.amax(-1))",
+    ),
 )
 def _one_for_all(*args):
     return _fold_but(*args, largest=lambda m, score: torch.maximum(m, score.max()))
@@ -378,6 +385,29 @@ def _one_for_all(*args):
 )
 def _tile_s_maximum(*args):
     return _fold_but(*args, largest=lambda m, score: score.amax(-1))
+
+
+@wrong(
+    "alpha is upside down: it is exp2(m - m_new), at most 1. exp2(m_new - m) makes the old sums "
+    "grow, and is infinite before the first key.",
+    hints="second",
+)
+def _alpha_upside_down(*args):
+    return _fold_but(*args, l_alpha=torch.reciprocal, acc_alpha=torch.reciprocal)
+
+
+@wrong(
+    "acc is divided by l in this tile, so the next tile rescales a quotient. The division comes "
+    "once, after the last tile.",
+    hints=(
+        "Who divides acc by l, and how often?",
+        "The caller divides once, after the last tile: here l and acc stay sums.",
+        "return m_new, l * alpha + p.sum(-1), acc * alpha[:, None] + p @ v",
+    ),
+)
+def _divided(*args):
+    m, l, acc = fold_tile(*args)  # noqa: E741
+    return m, l, acc / l[:, None]
 
 
 @wrong("alpha is dropped from l: its old part was summed under a smaller maximum.")
@@ -447,7 +477,7 @@ FOLD = Exercise(
     wrong=(
         _no_log2e, _divided_by_log2e, _no_scale, _exp_not_exp2, _alpha_natural, _p_natural,
         _all_seen, _hidden_is_zero, _hidden_is_floor, _mask_upside_down, _one_for_all,
-        _tile_s_maximum, _no_alpha_l, _no_alpha_acc, _keys_summed,
+        _tile_s_maximum, _alpha_upside_down, _divided, _no_alpha_l, _no_alpha_acc, _keys_summed,
     ),
 )  # fmt: skip
 

@@ -102,7 +102,7 @@ def _plain_sum(parts, lse):
     "more: divide by the total of the row."
 )
 def _not_divided(parts, lse):
-    return _merge_but(parts, lse, total=torch.ones_like)
+    return _merge_but(parts, lse, total=lambda w: torch.ones_like(w[:, :1]))
 
 
 @wrong(
@@ -140,7 +140,13 @@ def _no_maximum(parts, lse):
 
 @wrong(
     "One maximum is taken over all rows. Under another row's large maximum, every weight of a row "
-    "can be 0. Each row needs its own."
+    "can be 0. Each row needs its own.",
+    hints=(
+        "One row has lse near 400, another near -400. Which weights does your second row get?",
+        "2 ** -800 is 0 in float32, so all of them are 0. The subtracted number must be the row's "
+        "own largest lse.",
+        "lse - lse.amax(-1, keepdim=True), one maximum for each row",
+    ),
 )
 def _one_for_all(parts, lse):
     return _merge_but(parts, lse, largest=lambda lse: lse.max().clamp(min=-1e30))
@@ -378,7 +384,14 @@ def _each_sequence_split(worker, workers, kv_lens, tile):
 
 @wrong(
     "The shares are equal in keys, not in tiles, so a worker begins in the middle of a tile. Count "
-    "whole tiles: a program loads whole tiles anyway."
+    "whole tiles: a program loads whole tiles anyway.",
+    hints=(
+        "How many tiles of 16 do 90 keys have, and how many of them does each of 2 workers get?",
+        "Six tiles, the last with 10 keys: three tiles each. Compute the shares in tiles, and "
+        "multiply by `tile` at the end.",
+        "tiles = [max(-(-kv_len // tile), 1) for kv_len in kv_lens]; share = -(-sum(tiles) // "
+        "workers)",
+    ),
 )
 def _shares_of_keys(worker, workers, kv_lens, tile):
     return keys_of_worker(worker, workers, kv_lens, 1)
@@ -598,8 +611,9 @@ def _full_by_sequences(multiprocessors, n_kv, num_seqs, tiles, programs=2):
 
 
 @wrong(
-    "One program for each multiprocessor is taken for a full GPU. A multiprocessor runs several at "
-    "once, and a few more even out their ends: it takes eight for each."
+    "The GPU counts as full too early. A multiprocessor runs several programs at once, and a few "
+    "more even out their ends: without a split, it takes eight for each.",
+    hints="full",
 )
 def _full_by_one(multiprocessors, n_kv, num_seqs, tiles, programs=2):
     full = lambda: num_seqs * n_kv >= multiprocessors  # noqa: E731

@@ -276,13 +276,17 @@ def _next_newer(rows, capability):
     return min(usable)[1] if usable else _refuse(capability)
 
 
+def _first_fitting(rows, capability):
+    return next((row[1] for row in rows if row[0] <= capability), None) or _refuse(capability)
+
+
 @wrong(
     "This takes the first row that fits, in the order of the table. The rows come in any order: "
     "compare their capabilities.",
     hints="order",
 )
 def _first_that_fits(rows, capability):
-    return next((row[1] for row in rows if row[0] <= capability), None) or _refuse(capability)
+    return _first_fitting(rows, capability)
 
 
 @wrong(
@@ -291,7 +295,7 @@ def _first_that_fits(rows, capability):
     hints="order",
 )
 def _last_that_fits(rows, capability):
-    return _first_that_fits(rows[::-1], capability)
+    return _first_fitting(rows[::-1], capability)
 
 
 @wrong(
@@ -365,6 +369,29 @@ def _oldest_for_all(rows, capability):
 
 
 @wrong(
+    "A GPU older than all rows gets the newest row of all here. It lacks instructions that this "
+    "row may use: raise ValueError, with the capability in the message.",
+    hints="refuse",
+)
+def _newest_for_all(rows, capability):
+    usable = [row for row in rows if row[0] <= capability] or rows
+    return max(usable)[1]
+
+
+@wrong(
+    "This is the whole row, a pair of a capability and a launch. Return the launch alone.",
+    hints=(
+        "A row is a pair. Which half of it was asked for?",
+        "The launch, the second half: row[1].",
+        "return max(usable, key=lambda row: row[0])[1]",
+    ),
+)
+def _whole_row(rows, capability):
+    usable = [row for row in rows if row[0] <= capability]
+    return max(usable) if usable else _refuse(capability)
+
+
+@wrong(
     "A GPU newer than all rows is refused here. It takes the newest row, until someone has "
     "measured a better one.",
     hints="between",
@@ -425,7 +452,8 @@ NEWEST_ROW = Exercise(
     solution=newest_row,
     wrong=(
         _equal_only, _next_newer, _first_that_fits, _last_that_fits, _oldest, _largest_launch,
-        _as_text, _major_only, _part_by_part, _strictly_older, _oldest_for_all, _newer_refused,
+        _as_text, _major_only, _part_by_part, _strictly_older, _oldest_for_all, _newest_for_all,
+        _whole_row, _newer_refused,
     ),
 )  # fmt: skip
 
@@ -488,7 +516,7 @@ REVIEW = (
         "launcher checks the arguments and computes grid, strides and launch parameters.",
     ),
     (
-        "Phase 2. Which of its promises are exact, and which hold within a tolerance?",
+        "Phase 2. Which promises of paged attention are exact, and which hold within a tolerance?",
         "What is moved is exact: scatter, gather, a block's reuse. What is summed in another order "
         "is within attention's tolerance: kernel, splits, merge. Greedy tokens in float32 are "
         "equal on the reference prompts.",

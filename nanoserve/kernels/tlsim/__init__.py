@@ -44,6 +44,7 @@ from nanoserve.kernels.tlsim.grid import KernelError, options
 from nanoserve.kernels.tlsim.language import cdiv
 from nanoserve.kernels.tlsim.launch import jit
 from nanoserve.kernels.tlsim.memory import Access, Trace, trace
+from nanoserve.kernels.tlsim.replay import Graph
 
-__all__ = ["Access", "KernelError", "Trace", "cdiv", "jit", "language"]
+__all__ = ["Access", "Graph", "KernelError", "Trace", "cdiv", "jit", "language"]
 __all__ += ["next_power_of_2", "options", "trace"]

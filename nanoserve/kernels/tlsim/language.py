@@ -105,9 +105,8 @@ class Range:
         self.start, self.step = paired(start, as_value(step))
         wrong = any(x.shape or x.dtype.is_floating_point for x in (start, self.stop, self.step))
         refuse(wrong, "the bounds of a loop must be integers, not blocks or fractions")
-        known = isinstance(step, int) and step < 0  # Triton accepts a negative constant
-        wrong = not known and not bool((self.step.data > 0).all())
-        refuse(wrong, "the step of a loop must be above 0, or a negative constant")
+        known = (isinstance(step, int) and step < 0) or bool((self.step.data > 0).all())
+        refuse(not known, "the step of a loop must be above 0, or a negative constant")
 
     def __iter__(self) -> Iterator[Value]:
         """The index in each turn. In a turn, the programs that have finished are not active. With

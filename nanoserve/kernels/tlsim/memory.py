@@ -24,11 +24,11 @@ def load(pointer: Value, mask=None, other=None, **_) -> Value:
     flat, at, width = pointer.buffer.flat, pointer.data, pointer.width
     if live is not None:  # lanes that take no part may point anywhere
         at = torch.where(live.any(-1, keepdim=True) if width > 1 else live, at, 0)
-    data = take(flat, at, width, live is not None)
+    masked = live is not None
+    data = take(flat, at if masked else joined(at, width), width, at.shape[0], masked)
     if mask is not None:
-        undefined = torch.nan if flat.is_floating_point() else 0
-        other = fitting(undefined if other is None else other, pointer.shape)
-        data = torch.where(mask, data, other.to(flat.dtype))
+        other = (torch.nan if flat.is_floating_point() else 0) if other is None else other
+        data = torch.where(mask, data, fitting(other, pointer.shape).to(flat.dtype))
     if current().options.poison:
         refuse_lanes(data.isnan(), pointer, live, "loads a NaN, so a slot without an owner,")
     return Value(data)
@@ -63,18 +63,31 @@ def access(kind: str, pointer: Value, mask) -> tuple:
 
 
 @one_step
-def take(flat: torch.Tensor, at: torch.Tensor, width: int, masked: bool) -> torch.Tensor:
-    """Rows of `width` neighbours in flat, from the offsets `at` on. Of a masked row, the lanes
-    outside flat give any number."""
-    shape, at = at.shape if width == 1 else (*at.shape[:-1], width), at.flatten()
+def joined(at: torch.Tensor, width: int) -> torch.Tensor:
+    """The offsets of rows. Where the programs of axis 0 load neighbouring rows, as the KV heads of
+    a token are, these become one long row: then only the first program's offsets."""
+    if width == 1 or len(at) == 1 or at.shape[1] * at.shape[2] > 1:
+        return at
+    return at[:1] if bool((at[1:] - at[:-1] == width).all()) else at
+
+
+@one_step
+def take(flat: torch.Tensor, at: torch.Tensor, width: int, programs: int, masked: bool):
+    """Rows of `width` neighbours in flat, from the offsets `at` on, for this many programs on axis
+    0. Of a masked row, the lanes outside flat give any number."""
+    shape = (programs, *(at.shape[1:] if width == 1 else (*at.shape[1:-1], width)))
+    rows, at = programs // len(at), at.flatten()  # in one joined row
     try:
-        return flat.unfold(0, width, 1).index_select(0, at).view(shape)  # all rows, by their start
+        if masked and flat.is_cuda:  # a GPU reports an index outside too late to catch
+            raise IndexError
+        data = flat.unfold(0, rows * width, 1).index_select(0, at)  # all rows, by their start
+        data = data.view(-1, rows, width).transpose(0, 1) if rows > 1 else data
     except (IndexError, RuntimeError):  # a row is partly outside
         if not masked:
             raise
         at = at[:, None] + torch.arange(width, device=at.device)
         data = flat[at.clamp(max=len(flat) - 1)] if len(flat) else flat.new_zeros(at.shape)
-        return data.view(shape)
+    return data.view(shape)
 
 
 # ---- the sanitizer
