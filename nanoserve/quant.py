@@ -83,8 +83,9 @@ class Q4Weight:
         return [Q4Weight(*tensors, self.parts) for tensors in pieces]
 
     def pack(self) -> None:
-        """Make the form that the CPU's product reads; its layout depends on the processor."""
-        if self.packed is None and why_not(self.shape, self.device) is None:
+        """On a CPU, make the form that its product reads; its layout depends on the processor."""
+        on_cpu = self.device.type == "cpu"
+        if on_cpu and self.packed is None and why_not(self.shape, self.device) is None:
             self.packed = pack_for_cpu(self.numbers, self.scales, self.minimums)
 
 

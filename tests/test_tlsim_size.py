@@ -64,4 +64,4 @@ def test_the_core_is_small():
 
 
 def test_all_of_it_does_not_grow():
-    assert sum(len(code_lines(file)) for file in FOLDER.glob("*.py")) <= 815
+    assert sum(len(code_lines(file)) for file in FOLDER.glob("*.py")) <= 819

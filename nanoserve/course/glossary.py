@@ -341,12 +341,19 @@ warp: 32 threads of a GPU that run in step. A program has one or more warps, whi
 """,
     32: """
 nibble: Half a byte: four bits, a number from 0 to 15.
-group: Numbers that share a scale and a minimum; here 32 neighbours of a row of a weight.
+group of 32: 32 neighbours of a row of a weight that share a scale and a minimum.
 round to nearest: For each weight alone, take the nearest value that the format has. Other methods
     look at the weights of a layer together.
-outlier: A number that is far larger than the others of its group.
+outlier: A number that is far larger than the others beside it.
 perplexity: The number of equally likely tokens that a model hesitates between before each token of
     a text, on average: the exponential of the mean negative log probability. Lower is better.
+""",
+    33: """
+matrix-vector product: A weight times one row of activations. It reads each number of the weight
+    once, for two operations.
+subnormal number: A float whose exponent bits are all 0. A float32 then is its digits, as an
+    integer, times 2 ** -149.
+bitcast: To read the same bits as another type. Nothing is converted.
 """,
 }
 

@@ -103,7 +103,7 @@ from nanoserve.kernels.tlsim.grid import current, fault, refuse
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/kernels/tlsim/rules.py: number_dtype, joint_dtype, wide, number and 8 more
+# lands in nanoserve/kernels/tlsim/rules.py: number_dtype, joint_dtype, wide, bitcast and 9 more
 def number_dtype(x, beside: torch.dtype | None = None) -> torch.dtype:
     """The dtype of a number: that of `beside`, the other operand, if it is of the same kind or a
     wider kind (bool, integer, float); else int1, int32 (int64 if large) or float32."""
@@ -126,6 +126,13 @@ def joint_dtype(a: torch.dtype, b: torch.dtype, divides: bool = False) -> torch.
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The dtype of 32 bits, or more, that holds this dtype's numbers."""
     return torch.promote_types(dtype, torch.float32 if dtype.is_floating_point else torch.int32)
+
+
+def bitcast(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The same bits in another dtype of the same size."""
+    resized = dtype.itemsize != data.dtype.itemsize
+    refuse(resized, f"a bitcast from {data.dtype} to {dtype} would change the size")
+    return data.view(dtype)
 
 
 def number(x):

@@ -296,7 +296,7 @@ for name, steps in (("prefill, then decode", (14, *[1] * 6)), ("chunks", (7, 16,
 from collections.abc import Sequence
 from pathlib import Path
 
-from nanoserve.generate import LLM, Stream
+from nanoserve.generate import CACHES, LLM, Stream
 from nanoserve.model import Model
 from nanoserve.sampling import SamplingParams
 

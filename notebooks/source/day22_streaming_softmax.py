@@ -302,8 +302,8 @@ class Range:
         """The index in each turn. In a turn, the programs that have finished are not active. With
         checks, a loop without a turn has one, with all programs off."""
         wave, outer = current(), current().active
-        distance, step = self.stop.data - self.start.data, self.step.data
-        turns = -torch.div(-distance, step, rounding_mode="floor")  # distance / step, rounded up
+        # the distance, divided by the step and rounded up
+        turns = -torch.div(self.start.data - self.stop.data, self.step.data, rounding_mode="floor")
         turns = turns if outer is None else torch.where(outer, turns, 0)
         longest = int(turns.max())
         alike = turns.numel() == 1 or bool((turns == longest).all())

@@ -402,7 +402,7 @@ from nanoserve.kernels.sizes import next_power_of_2
 from nanoserve.kernels.split_kv import num_workers
 
 
-# %% jupyter={"source_hidden": true}
+# %%
 # lands in nanoserve/kernels/split_kv.py: choose_launch
 def choose_launch(
     tables: PagedTables,
@@ -1136,17 +1136,21 @@ assert all(row.tpot > 0 for row in generated)
 # ## With your own code
 #
 # Everything that you wrote in Phase 2 in one run: the allocator, the block table, the cache, and, by
-# `use_kernel("day22")`, your kernel.
+# `use_kernel("day22")`, your kernel. On a GPU, the engine's own kernel has as many workers as your `num_workers` returns.
+# The last line computes that for one long sequence on an H200.
 
 # %%
 from nanoserve import LLM, SamplingParams
 from nanoserve.kernels import dispatch
 
 llm = LLM("smollm2")
+long = PagedTables.from_slots(torch.arange(65_536), query_len=1)
 with dispatch.use_kernel("day22"), today.mine(everything=True):
     (answer,) = llm.generate("The capital of France is", SamplingParams(max_tokens=6))
+    _, workers = split_kv.choose_launch(long, 4, 8, 128, torch.bfloat16, (9, 0), 132)
 print(repr(answer.text))
-assert answer.text.startswith(" Paris")
+print("65,536 tokens, 8 KV heads:", workers, "workers")
+assert answer.text.startswith(" Paris") and workers == 32
 
 # %% [markdown]
 # ## What you learned

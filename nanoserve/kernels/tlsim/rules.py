@@ -34,6 +34,13 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32 if dtype.is_floating_point else torch.int32)
 
 
+def bitcast(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The same bits in another dtype of the same size."""
+    resized = dtype.itemsize != data.dtype.itemsize
+    refuse(resized, f"a bitcast from {data.dtype} to {dtype} would change the size")
+    return data.view(dtype)
+
+
 def number(x):
     """x, if it is no pointer."""
     if x.buffer:

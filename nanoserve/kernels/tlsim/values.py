@@ -80,10 +80,11 @@ class Value:
             return self.data
         return self.data + torch.arange(self.width, dtype=self.data.dtype, device=self.data.device)
 
-    def to(self, dtype: torch.dtype) -> "Value":
-        """The same numbers in another dtype."""
+    def to(self, dtype: torch.dtype, bitcast: bool = False) -> "Value":
+        """The same numbers in another dtype; with bitcast, the same bits."""
         width = self.width if dtype in (self.dtype, torch.int64) else 1  # which hold every lane
-        return Value((self.data if width > 1 else rules.number(self).lanes).to(dtype), None, width)
+        data = self.data if width > 1 else rules.number(self).lanes
+        return Value((rules.bitcast if bitcast else torch.Tensor.to)(data, dtype), None, width)
 
     def expand_dims(self, axis: int) -> "Value":
         """The same lanes, with a new axis of size 1."""
