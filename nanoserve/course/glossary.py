@@ -341,7 +341,6 @@ warp: 32 threads of a GPU that run in step. A program has one or more warps, whi
 """,
     32: """
 nibble: Half a byte: four bits, a number from 0 to 15.
-group of 32: 32 neighbours of a row of a weight that share a scale and a minimum.
 round to nearest: For each weight alone, take the nearest value that the format has. Other methods
     look at the weights of a layer together.
 outlier: A number that is far larger than the others beside it.
@@ -354,6 +353,20 @@ matrix-vector product: A weight times one row of activations. It reads each numb
 subnormal number: A float whose exponent bits are all 0. A float32 then is its digits, as an
     integer, times 2 ** -149.
 bitcast: To read the same bits as another type. Nothing is converted.
+""",
+    34: """
+request: A prompt and its sampling parameters, from the moment it arrives until its last token.
+batch size: The number of sequences that one step computes together.
+step: One forward pass of the engine, and the tokens that are chosen from it.
+batch-invariant: Giving the same bits for a row whatever other rows are computed with it.
+""",
+    35: """
+static batching: Running a fixed group of requests until the last of them has finished.
+continuous batching: Admitting requests and retiring them between any two steps (Yu et al. 2022).
+admit: To let a waiting request run, with the blocks that it needs.
+retire: To take a finished request out of the batch and give its blocks back.
+idle slot: A place in the batch that computes nothing in a step, while requests wait.
+first come, first served: In the order of arrival.
 """,
 }
 

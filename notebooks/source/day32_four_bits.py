@@ -55,7 +55,7 @@ today.glossary(
     "Q4_1",
     "dequantise",
     "nibble",
-    "group of 32",
+    "block scale",
     "outlier",
     "round to nearest",
     "perplexity",
@@ -519,7 +519,7 @@ fig
 # ## The product
 #
 # The product must not unpack a weight into memory first: then it would read more bytes than before. PyTorch has a product
-# for CPUs that unpacks in registers: `torch.ops.aten._weight_int4pack_mm_for_cpu`. It has four conditions:
+# for CPUs that unpacks in registers: `torch._weight_int4pack_mm_for_cpu`. It has four conditions:
 #
 # 1. Rows of `x` are bfloat16. `q4_linear` rounds them, and returns the dtype of `x`.
 # 2. It computes `scale * (number - 8) + zero`. So `zero = minimum + 8 * scale`.
@@ -567,7 +567,7 @@ def has_cpu_product() -> bool:
         ones = torch.ones(16, 1, dtype=torch.bfloat16)
         weight = pack_for_cpu(numbers, ones, -8 * ones)  # every value is 1
         x = torch.ones(1, GROUP, dtype=torch.bfloat16)
-        product = torch.ops.aten._weight_int4pack_mm_for_cpu(x, weight[0], GROUP, weight[1])
+        product = torch._weight_int4pack_mm_for_cpu(x, weight[0], GROUP, weight[1])
     except (AttributeError, NotImplementedError, RuntimeError):
         return False
     return bool((product == GROUP).all())
@@ -580,7 +580,7 @@ def pack_for_cpu(
 
     PyTorch's product computes scale * (number - 8) + zero, so zero = minimum + 8 * scale.
     """
-    pack = torch.ops.aten._convert_weight_to_int4pack_for_cpu
+    pack = torch._convert_weight_to_int4pack_for_cpu
     packed = torch.empty_like(numbers)
     for start in range(0, len(numbers), PACK_ROWS):  # each number is an int32 while it is packed
         rows = slice(start, start + PACK_ROWS)
@@ -599,21 +599,22 @@ def q4_linear(x: torch.Tensor, weight: Q4Weight) -> torch.Tensor:
     rows = x.reshape(-1, x.shape[-1])
     if weight.packed is not None and len(rows) < UNPACKED_ROWS:
         packed, scales_and_zeros = weight.packed
-        wide = _repeat(rows.bfloat16(), weight.parts)
-        product = torch.ops.aten._weight_int4pack_mm_for_cpu(wide, packed, GROUP, scales_and_zeros)
+        rows = _for_parts(rows.bfloat16(), weight)
+        product = torch._weight_int4pack_mm_for_cpu(rows, packed, GROUP, scales_and_zeros)
+        product = product.to(x.dtype)
     elif weight.device.type == "cuda" and len(rows) <= KERNEL_ROWS:
         from nanoserve.kernels.dequant_matvec import dequant_matvec
 
-        wide = _repeat(rows, weight.parts)
-        product = dequant_matvec(wide, weight.numbers, weight.scales, weight.minimums)
+        rows = _for_parts(rows, weight)
+        product = dequant_matvec(rows, weight.numbers, weight.scales, weight.minimums)
     else:
         product = F.linear(rows, weight.dequantize(x.dtype))
-    return product.to(x.dtype).view(*x.shape[:-1], -1)
+    return product.view(*x.shape[:-1], -1)
 
 
-def _repeat(rows: torch.Tensor, parts: int) -> torch.Tensor:
-    """Each row once for each part: [rows, in] -> [rows, parts * in]."""
-    return rows if parts == 1 else rows.repeat(1, parts)
+def _for_parts(rows: torch.Tensor, weight: Q4Weight) -> torch.Tensor:
+    """Each row once for each part of the weight: [rows, in] -> [rows, parts * in]."""
+    return rows if weight.parts == 1 else rows.repeat(1, weight.parts)
 
 
 # %%
@@ -834,7 +835,7 @@ def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) ->
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/model.py: Model.hidden, load_model, join_qkv, pack_weights, warn_dequantized
+# until day 34: lands in nanoserve/model.py: Model.hidden
 class Model(Model):
     def hidden(self, ids: torch.Tensor, cache: Cache | None = None) -> torch.Tensor:
         """The final norm's output: ids [batch, seq] -> [batch, seq, hidden]; errors as __call__."""
@@ -847,6 +848,8 @@ class Model(Model):
         return rms_norm(x, self.weights["model.norm.weight"], self.config.norm_eps)
 
 
+# %% jupyter={"source_hidden": true}
+# lands in nanoserve/model.py: load_model, join_qkv, pack_weights, warn_dequantized
 def load_model(
     source: str | Path = "smollm2",
     dtype: str | torch.dtype = torch.float32,
@@ -930,7 +933,7 @@ from nanoserve.tokenizer import load_tokenizer
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/generate.py: LLM.__init__
+# until day 35: lands in nanoserve/generate.py: LLM.__init__
 class LLM(LLM):
     def __init__(
         self,
