@@ -49,7 +49,7 @@ today.picture("four-bit-kernel")
 # byte, and a scale and a minimum in bfloat16 for each group of 32.
 
 # %%
-today.glossary("nibble", "group of 32", "matrix-vector product", "subnormal number", "bitcast")
+today.glossary("Q4_1", "nibble", "matrix-vector product", "subnormal number", "bitcast")
 
 # %%
 today.predict(
