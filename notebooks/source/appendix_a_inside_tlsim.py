@@ -840,9 +840,10 @@ assert "take(" in source and "mul(" in source
 
 # %% [markdown]
 # That is the kernel without its Python. Offsets and masks depend on no tensor, so they were computed once and became
-# constants. Calls that depend only on integers, such as a block table, go to `prepare`, which runs again only when
-# they change. `replay` has the others. How much time does a recording save? The work here is ten numbers, so nearly all
-# of the time is Python:
+# constants. Calls that depend only on integers, such as a block table, go to `prepare`. `replay` has the others. A
+# launcher that repeats a launch with the same tables captures it in a `Graph`, which runs `replay` alone (Day 31).
+#
+# How much time does a recording save? The work here is ten numbers, so nearly all of the time is Python:
 
 # %%
 today.predict("replay", "How many times as fast is a replayed launch?", guess=None)
@@ -883,7 +884,7 @@ with options, patch.object(kernel, "run", wraps=kernel.run) as spy:  # runs the 
 # replayed. 49 keys: another number of turns, recorded again.
 
 # %%
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from torch.overrides import TorchFunctionMode, wrap_torch_function
 
@@ -892,7 +893,7 @@ from nanoserve.kernels.tlsim.rules import number_dtype
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/kernels/tlsim/replay.py: HOST, STORES, KINDS, RECORDINGS, SMALL and 4 more
+# lands in nanoserve/kernels/tlsim/replay.py: HOST, STORES, KINDS, RECORDINGS, SMALL and 5 more
 HOST = {"__bool__", "__int__", "__float__", "__index__", "item", "tolist"}
 STORES = {"index_copy_", "index_add_"}
 KINDS, RECORDINGS = 64, 16  # what a kernel keeps: kinds of launches, and recordings of each
@@ -968,12 +969,36 @@ class Recording:
         exec(self.source, recorder.space)
         self.prepare, self.replay = recorder.space["prepare"], recorder.space["replay"]
 
-    def runs(self, inputs: list[Any], state: list[Any], tables: list[torch.Tensor]) -> bool:
-        """Replay the launch. False, before any store, if the recording does not hold for it. The
-        state is what `prepare` depends on: numbers, and the identity and version of tables."""
-        if self.state != state:
-            self.state, self.tables, self.kept = state, tables, self.prepare(*inputs)
-        return self.kept is not None and self.replay(*inputs, *self.kept) is not None
+    def prepared(self, inputs: dict[str, Any]) -> Callable | None:
+        """The launch as a function of self.inputs; None if the recording does not hold for it. The
+        function returns None, before any store, if the recording does not hold for its inputs."""
+        kept = self.prepare(**inputs)
+        return None if kept is None else partial(self.replay, **kept)
+
+
+class Graph:
+    """A launch to repeat with other tensors, for a launcher that repeats a launch many times.
+
+    tlsim.options(checks=False, replay=graph) captures a launch. `names` are the arguments that
+    replay() replaces. It does not look at the tensors: the caller makes sure that they have the
+    dtypes, devices and strides of the first ones, and that no tensor of integers has changed.
+    """
+
+    def __init__(self, *names: str) -> None:
+        self.names, self.run = names, None
+
+    def replay(self, *tensors: torch.Tensor) -> bool:
+        """Repeat the launch. False, before any store, if there is none that holds for the tensors,
+        or if the options that hold now watch each access: then launch the kernel instead."""
+        now = options_now()
+        watched = now.order != "lockstep" or now.poison or now.trace is not None
+        if self.run is None or watched:
+            return False
+        given = dict(zip(self.names, tensors, strict=True))
+        if not torch.is_grad_enabled():
+            return self.run(**given) is not None
+        with torch.no_grad():
+            return self.run(**given) is not None
 
 
 def _function(name: str, inputs: list[str], steps: list, returned: list[str]) -> str:

@@ -8,6 +8,9 @@
     with tlsim.options(checks=False, replay=True): ... # record a launch once, then replay it
     with tlsim.trace() as accesses: ...                # record every load and store
 
+A replay prepares every launch again, so it sees every change. A tlsim.Graph repeats one launch with
+other tensors, and does not look at them: its caller must see that no table and no shape changed.
+
 `tlsim` replaces `triton` in a kernel, and `tlsim.language` replaces `triton.language`.
 
 The core, which Days 21 and 22 build:

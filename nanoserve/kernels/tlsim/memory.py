@@ -24,7 +24,9 @@ def load(pointer: Value, mask: Any = None, other: Any = None, **_) -> Value:
     if live is not None:  # lanes that take no part may point anywhere
         at = torch.where(live.any(-1, keepdim=True) if width > 1 else live, at, 0)
     masked = live is not None
-    data = take(flat, at if masked else joined(at, width), width, at.shape[0], masked)
+    shape = at.shape if width == 1 else (*at.shape[:-1], width)
+    starts = at.flatten() if masked else joined(at, width)
+    data = take(flat, starts, width, at.numel(), shape, masked)
     if mask is not None:
         undefined = torch.nan if flat.is_floating_point() else 0
         other = fitting(pointer, undefined if other is None else other, "a value")
@@ -38,7 +40,8 @@ def store(pointer: Value, value: Any, mask: Any = None, adds: bool = False, **_)
     _, live = access("atomic_add" if adds else "store", pointer, mask)
     flat, shape = pointer.buffer.flat, (*current().programs.shape, *pointer.shape)
     data = fitting(pointer, value, "a value").to(flat.dtype)
-    at, data = (x.expand(shape).flatten() for x in (pointer.lanes, data))
+    at, data = (x if x.shape == shape else x.expand(shape) for x in (pointer.lanes, data))
+    at, data = at.flatten(), data.flatten()
     if live is not None:
         lanes = live.expand(shape).flatten().nonzero().squeeze(1)
         at, data = at.index_select(0, lanes), data.index_select(0, lanes)
@@ -72,17 +75,16 @@ def fitting(pointer: Value, x: Any, what: str) -> torch.Tensor:
 def joined(at: torch.Tensor, width: int) -> torch.Tensor:
     """The offsets of rows. Where the programs of axis 0 load neighbouring rows, as the KV heads of
     a token are, these become one long row: then only the first program's offsets."""
-    if width == 1 or len(at) == 1 or at.shape[1] * at.shape[2] > 1:
-        return at
-    return at[:1] if bool((at[1:] - at[:-1] == width).all()) else at
+    if width > 1 and len(at) > 1 and at.shape[1] * at.shape[2] == 1:
+        at = at[:1] if bool((at[1:] - at[:-1] == width).all()) else at
+    return at.flatten()
 
 
 @one_step
-def take(flat: torch.Tensor, at: torch.Tensor, width: int, programs: int, masked: bool) -> Any:
-    """Rows of `width` neighbours in flat, from the offsets `at` on, for this many programs on axis
-    0. Of a masked row, the lanes outside flat give any number."""
-    shape = (programs, *(at.shape[1:] if width == 1 else (*at.shape[1:-1], width)))
-    rows, at = programs // len(at), at.flatten()  # in one joined row
+def take(flat: Any, at: torch.Tensor, width: int, rows: int, shape: tuple, masked: bool) -> Any:
+    """Rows of `width` neighbours in flat, from the offsets `at` on, viewed as shape. Of a masked
+    row, the lanes outside flat give any number."""
+    rows //= len(at)  # in one joined row
     try:
         if masked and flat.is_cuda:  # a GPU reports an index outside too late to catch
             raise IndexError
