@@ -49,7 +49,7 @@ today.picture("four-bit-kernel")
 # byte, and a scale and a minimum in bfloat16 for each group of 32.
 
 # %%
-today.glossary("nibble", "group of 32", "matrix-vector product", "subnormal number", "bitcast")
+today.glossary("Q4_1", "nibble", "matrix-vector product", "subnormal number", "bitcast")
 
 # %%
 today.predict(
@@ -171,9 +171,16 @@ assert torch.equal(out, unpack_nibbles(row).float())
 # lands in nanoserve/bench/matvec.py: by_bytes_kernel
 @triton.jit
 def by_bytes_kernel(
-    x_ptr, byte_ptr, scale_ptr, minimum_ptr, y_ptr, num_out,
-    IN: tl.constexpr, OUT: tl.constexpr, BYTES: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    byte_ptr,
+    scale_ptr,
+    minimum_ptr,
+    y_ptr,
+    num_out,
+    IN: tl.constexpr,
+    OUT: tl.constexpr,
+    BYTES: tl.constexpr,
+):
     """The first step: a byte a lane; scale and minimum for each number. Programs: [out / OUT]."""
     out = (tl.program_id(0) * OUT + tl.arange(0, OUT)).to(tl.int64)
     acc = tl.zeros((OUT, BYTES), tl.float32)
@@ -287,9 +294,16 @@ assert right(y[None])
 # lands in nanoserve/bench/matvec.py: by_groups_kernel
 @triton.jit
 def by_groups_kernel(
-    x_ptr, word_ptr, scale_ptr, minimum_ptr, y_ptr, num_out,
-    IN: tl.constexpr, OUT: tl.constexpr, GROUPS: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    word_ptr,
+    scale_ptr,
+    minimum_ptr,
+    y_ptr,
+    num_out,
+    IN: tl.constexpr,
+    OUT: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
     """The second step: 16 bytes a thread; scale and minimum once for each group."""
     out = (tl.program_id(0) * OUT + tl.arange(0, OUT)).to(tl.int64)
     group = tl.arange(0, GROUPS)
