@@ -1,8 +1,10 @@
 """The KV cache: keys and values of past tokens, contiguous or in the blocks of a pool."""
 
+import math
 from collections.abc import Sequence
 from itertools import accumulate
 
+import numpy as np
 import torch
 
 from nanoserve.config import ModelConfig
@@ -166,11 +168,11 @@ class KVPool:
     ) -> None:
         self.allocator = BlockAllocator(num_blocks, block_size)
         shape = (config.num_layers, num_blocks * block_size, config.n_kv, config.head_dim)
-        fill = torch.nan if poison else 0.0
-        self.k = torch.full(shape, fill, dtype=dtype, device=device)
-        self.v = torch.full(shape, fill, dtype=dtype, device=device)
+        self.k, self.v = (_zeros(shape, dtype, device) for _ in "kv")
         self._poison = poison
         if poison:
+            self.k.fill_(torch.nan)
+            self.v.fill_(torch.nan)
             self.allocator.free = self._free_poisoned
 
     def _free_poisoned(self, block_id: int) -> None:
@@ -189,6 +191,17 @@ class KVPool:
             self.k[:, block * size : (block + 1) * size] = torch.nan
             self.v[:, block * size : (block + 1) * size] = torch.nan
         table.free()
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str | torch.device) -> torch.Tensor:
+    """A tensor of zeros. On a CPU, a page of memory is taken when it is first written.
+
+    numpy.zeros asks the operating system for pages of zeros; torch.zeros writes the zeros itself.
+    """
+    if torch.device(device).type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    memory = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(memory).view(dtype).view(shape)
 
 
 class PagedKVCache:

@@ -83,8 +83,9 @@ class Q4Weight:
         return [Q4Weight(*tensors, self.parts) for tensors in pieces]
 
     def pack(self) -> None:
-        """Make the form that the CPU's product reads; its layout depends on the processor."""
-        if self.packed is None and why_not(self.shape, self.device) is None:
+        """On a CPU, make the form that its product reads; its layout depends on the processor."""
+        on_cpu = self.device.type == "cpu"
+        if on_cpu and self.packed is None and why_not(self.shape, self.device) is None:
             self.packed = pack_for_cpu(self.numbers, self.scales, self.minimums)
 
 
@@ -238,7 +239,7 @@ def has_cpu_product() -> bool:
         ones = torch.ones(16, 1, dtype=torch.bfloat16)
         weight = pack_for_cpu(numbers, ones, -8 * ones)  # every value is 1
         x = torch.ones(1, GROUP, dtype=torch.bfloat16)
-        product = torch.ops.aten._weight_int4pack_mm_for_cpu(x, weight[0], GROUP, weight[1])
+        product = torch._weight_int4pack_mm_for_cpu(x, weight[0], GROUP, weight[1])
     except (AttributeError, NotImplementedError, RuntimeError):
         return False
     return bool((product == GROUP).all())
@@ -251,7 +252,7 @@ def pack_for_cpu(
 
     PyTorch's product computes scale * (number - 8) + zero, so zero = minimum + 8 * scale.
     """
-    pack = torch.ops.aten._convert_weight_to_int4pack_for_cpu
+    pack = torch._convert_weight_to_int4pack_for_cpu
     packed = torch.empty_like(numbers)
     for start in range(0, len(numbers), PACK_ROWS):  # each number is an int32 while it is packed
         rows = slice(start, start + PACK_ROWS)
@@ -270,18 +271,19 @@ def q4_linear(x: torch.Tensor, weight: Q4Weight) -> torch.Tensor:
     rows = x.reshape(-1, x.shape[-1])
     if weight.packed is not None and len(rows) < UNPACKED_ROWS:
         packed, scales_and_zeros = weight.packed
-        wide = _repeat(rows.bfloat16(), weight.parts)
-        product = torch.ops.aten._weight_int4pack_mm_for_cpu(wide, packed, GROUP, scales_and_zeros)
+        rows = _for_parts(rows.bfloat16(), weight)
+        product = torch._weight_int4pack_mm_for_cpu(rows, packed, GROUP, scales_and_zeros)
+        product = product.to(x.dtype)
     elif weight.device.type == "cuda" and len(rows) <= KERNEL_ROWS:
         from nanoserve.kernels.dequant_matvec import dequant_matvec
 
-        wide = _repeat(rows, weight.parts)
-        product = dequant_matvec(wide, weight.numbers, weight.scales, weight.minimums)
+        rows = _for_parts(rows, weight)
+        product = dequant_matvec(rows, weight.numbers, weight.scales, weight.minimums)
     else:
         product = F.linear(rows, weight.dequantize(x.dtype))
-    return product.to(x.dtype).view(*x.shape[:-1], -1)
+    return product.view(*x.shape[:-1], -1)
 
 
-def _repeat(rows: torch.Tensor, parts: int) -> torch.Tensor:
-    """Each row once for each part: [rows, in] -> [rows, parts * in]."""
-    return rows if parts == 1 else rows.repeat(1, parts)
+def _for_parts(rows: torch.Tensor, weight: Q4Weight) -> torch.Tensor:
+    """Each row once for each part of the weight: [rows, in] -> [rows, parts * in]."""
+    return rows if weight.parts == 1 else rows.repeat(1, weight.parts)

@@ -55,7 +55,7 @@ today.glossary(
     "Q4_1",
     "dequantise",
     "nibble",
-    "group of 32",
+    "block scale",
     "outlier",
     "round to nearest",
     "perplexity",
@@ -239,8 +239,9 @@ class Q4Weight:
         return [Q4Weight(*tensors, self.parts) for tensors in pieces]
 
     def pack(self) -> None:
-        """Make the form that the CPU's product reads; its layout depends on the processor."""
-        if self.packed is None and why_not(self.shape, self.device) is None:
+        """On a CPU, make the form that its product reads; its layout depends on the processor."""
+        on_cpu = self.device.type == "cpu"
+        if on_cpu and self.packed is None and why_not(self.shape, self.device) is None:
             self.packed = pack_for_cpu(self.numbers, self.scales, self.minimums)
 
 
@@ -518,7 +519,7 @@ fig
 # ## The product
 #
 # The product must not unpack a weight into memory first: then it would read more bytes than before. PyTorch has a product
-# for CPUs that unpacks in registers: `torch.ops.aten._weight_int4pack_mm_for_cpu`. It has four conditions:
+# for CPUs that unpacks in registers: `torch._weight_int4pack_mm_for_cpu`. It has four conditions:
 #
 # 1. Rows of `x` are bfloat16. `q4_linear` rounds them, and returns the dtype of `x`.
 # 2. It computes `scale * (number - 8) + zero`. So `zero = minimum + 8 * scale`.
@@ -566,7 +567,7 @@ def has_cpu_product() -> bool:
         ones = torch.ones(16, 1, dtype=torch.bfloat16)
         weight = pack_for_cpu(numbers, ones, -8 * ones)  # every value is 1
         x = torch.ones(1, GROUP, dtype=torch.bfloat16)
-        product = torch.ops.aten._weight_int4pack_mm_for_cpu(x, weight[0], GROUP, weight[1])
+        product = torch._weight_int4pack_mm_for_cpu(x, weight[0], GROUP, weight[1])
     except (AttributeError, NotImplementedError, RuntimeError):
         return False
     return bool((product == GROUP).all())
@@ -579,7 +580,7 @@ def pack_for_cpu(
 
     PyTorch's product computes scale * (number - 8) + zero, so zero = minimum + 8 * scale.
     """
-    pack = torch.ops.aten._convert_weight_to_int4pack_for_cpu
+    pack = torch._convert_weight_to_int4pack_for_cpu
     packed = torch.empty_like(numbers)
     for start in range(0, len(numbers), PACK_ROWS):  # each number is an int32 while it is packed
         rows = slice(start, start + PACK_ROWS)
@@ -598,21 +599,22 @@ def q4_linear(x: torch.Tensor, weight: Q4Weight) -> torch.Tensor:
     rows = x.reshape(-1, x.shape[-1])
     if weight.packed is not None and len(rows) < UNPACKED_ROWS:
         packed, scales_and_zeros = weight.packed
-        wide = _repeat(rows.bfloat16(), weight.parts)
-        product = torch.ops.aten._weight_int4pack_mm_for_cpu(wide, packed, GROUP, scales_and_zeros)
+        rows = _for_parts(rows.bfloat16(), weight)
+        product = torch._weight_int4pack_mm_for_cpu(rows, packed, GROUP, scales_and_zeros)
+        product = product.to(x.dtype)
     elif weight.device.type == "cuda" and len(rows) <= KERNEL_ROWS:
         from nanoserve.kernels.dequant_matvec import dequant_matvec
 
-        wide = _repeat(rows, weight.parts)
-        product = dequant_matvec(wide, weight.numbers, weight.scales, weight.minimums)
+        rows = _for_parts(rows, weight)
+        product = dequant_matvec(rows, weight.numbers, weight.scales, weight.minimums)
     else:
         product = F.linear(rows, weight.dequantize(x.dtype))
-    return product.to(x.dtype).view(*x.shape[:-1], -1)
+    return product.view(*x.shape[:-1], -1)
 
 
-def _repeat(rows: torch.Tensor, parts: int) -> torch.Tensor:
-    """Each row once for each part: [rows, in] -> [rows, parts * in]."""
-    return rows if parts == 1 else rows.repeat(1, parts)
+def _for_parts(rows: torch.Tensor, weight: Q4Weight) -> torch.Tensor:
+    """Each row once for each part of the weight: [rows, in] -> [rows, parts * in]."""
+    return rows if weight.parts == 1 else rows.repeat(1, weight.parts)
 
 
 # %%
@@ -833,7 +835,7 @@ def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) ->
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/model.py: Model.hidden, load_model, join_qkv, pack_weights, warn_dequantized
+# until day 34: lands in nanoserve/model.py: Model.hidden
 class Model(Model):
     def hidden(self, ids: torch.Tensor, cache: Cache | None = None) -> torch.Tensor:
         """The final norm's output: ids [batch, seq] -> [batch, seq, hidden]; errors as __call__."""
@@ -846,6 +848,8 @@ class Model(Model):
         return rms_norm(x, self.weights["model.norm.weight"], self.config.norm_eps)
 
 
+# %% jupyter={"source_hidden": true}
+# lands in nanoserve/model.py: load_model, join_qkv, pack_weights, warn_dequantized
 def load_model(
     source: str | Path = "smollm2",
     dtype: str | torch.dtype = torch.float32,
@@ -929,7 +933,7 @@ from nanoserve.tokenizer import load_tokenizer
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/generate.py: LLM.__init__
+# until day 35: lands in nanoserve/generate.py: LLM.__init__
 class LLM(LLM):
     def __init__(
         self,
@@ -1005,43 +1009,70 @@ print(
 #
 # $$ \text{perplexity} = \exp\left(-\frac{1}{n} \sum_i \log p(\text{token}_i \mid \text{tokens before})\right) $$
 #
-# Lower is better. The text is the first chapter of "Alice's Adventures in Wonderland" (Lewis Carroll, 1865, in the public
+# Lower is better. `perplexity` cuts the text into pieces of at most 512 tokens, so that the logits fit into memory.
+
+# %%
+import math
+
+
+# %% jupyter={"source_hidden": true}
+# lands in nanoserve/bench/perplexity.py: passage, perplexity
+def passage() -> str:
+    """Chapter I of "Alice's Adventures in Wonderland" (Lewis Carroll, 1865): 2,141 words.
+
+    The text is in the public domain; one line is one paragraph.
+    """
+    return Path(__file__).with_name("alice.txt").read_text(encoding="utf-8")
+
+
+@torch.no_grad()
+def perplexity(model: Model, ids: Sequence[int], window: int = 512) -> float:
+    """exp of the mean negative log-probability of each token, in nats (Jelinek et al. 1977).
+
+    1 is a certain prediction; a uniform guess gives the size of the vocabulary. The ids are cut
+    into pieces: the model reads at most `window` tokens and predicts the token after each of them.
+    The first token of the text is not predicted; each other token is predicted once, from the
+    tokens before it in its piece. Log-probabilities are computed in float32 and added in float64.
+    Without a cache. Raises ValueError for fewer than two ids, and for a window below 1 or above the
+    model's context.
+    """
+    if len(ids) < 2:
+        raise ValueError(f"perplexity needs at least two tokens, got {len(ids)}")
+    if not 1 <= window <= model.config.context:
+        raise ValueError(
+            f"window must be from 1 to the model's context of {model.config.context}, got {window}"
+        )
+    total = 0.0
+    for start in range(0, len(ids) - 1, window):
+        piece = torch.tensor([ids[start : start + window + 1]], device=model.device)
+        logits = model(piece[:, :-1])[0].float()  # [tokens, vocab]
+        logprobs = logits.log_softmax(dim=-1).gather(1, piece[0, 1:, None])
+        total -= logprobs.double().sum().item()
+    return math.exp(total / (len(ids) - 1))
+
+
+# %% [markdown]
+# The text is the first chapter of "Alice's Adventures in Wonderland" (Lewis Carroll, 1865, in the public
 # domain). Beside q4, try a head of four bits: by how many percent does the perplexity rise?
 
 # %%
 today.predict("head", "Rise of perplexity with a head of four bits, in percent?", guess=None, low=0)
 
 # %%
-from importlib.resources import files
+from nanoserve.bench.perplexity import passage  # a notebook has no __file__
 
-
-def perplexity(model: Model, ids: list[int]) -> float:
-    """The exponential of the mean negative log probability of ids[1:]."""
-    with torch.no_grad():
-        logits = model(torch.tensor([ids[:-1]]))[0].float()
-    chosen = logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])
-    return float((-chosen.mean()).exp())
-
-
-alice = (files("nanoserve.bench") / "alice.txt").read_text(encoding="utf-8")
-ids = tokenizer.encode(alice)[:1_025]
+ids = tokenizer.encode(passage())[:1_025]
 found = {name: perplexity(each, ids) for name, each in models.items()}
 rounded_head = quantize(model.weights["lm_head.weight"])  # to four bits
 rounded_head.pack()
-eight_bits, kept_model.weights["lm_head.weight"] = (
-    kept_model.weights["lm_head.weight"],
-    rounded_head,
-)
-found["q4, head in 4 bits"] = perplexity(kept_model, ids)
-kept_model.weights["lm_head.weight"] = eight_bits
+coarse = Model(kept_model.config, kept_model.weights | {"lm_head.weight": rounded_head})
+coarse.layers = kept_model.layers
+found["q4, head in 4 bits"] = perplexity(coarse, ids)
 for name, each in found.items():
     print(f"{name:19} {each:6.2f}, {each / found['float32'] - 1:+.1%}")
 print("with a head of four bits, you predicted:", today.guess_text("head"), "%")
-assert (
-    abs(found["q4"] / found["float32"] - 1)
-    < 0.01
-    < found["q4, head in 4 bits"] / found["float32"] - 1
-)
+close, far = (found[name] / found["float32"] - 1 for name in ("q4", "q4, head in 4 bits"))
+assert abs(close) < 0.01 < far
 
 # %% [markdown]
 # The numbers of the file give the perplexity of the file: q4 rounds scales, minimums and the rows of `x` to bfloat16, and
@@ -1050,7 +1081,7 @@ assert (
 # head keep eight bits, whatever checkpoint is loaded. That is 18 MB more for each token.
 #
 # What do four bits cost a model that was trained in 16? This page cannot show it: SmolLM2 comes to us already rounded,
-# and float32 here means the rounded weights in float32. For another model, `nanoserve bench perplexity` measures both.
+# and float32 here means the rounded weights in float32. For another model, `perplexity` on both forms is the measurement to make.
 #
 # ## Three answers, side by side
 
