@@ -206,9 +206,11 @@ class WrongAnswer(RuntimeError):
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/bench/decode.py: DecodePath, DecodeRow, decode_benchmark and 3 more
+# lands in nanoserve/bench/decode.py: DecodePath, TokenCheck, DecodeRow, decode_benchmark and 3 more
 # called with (prompt_ids, max_tokens, on_token); returns the token ids that it generated
 DecodePath = Callable[[Sequence[int], int, Callable[[int], None]], list[int]]
+# called with (prompt_ids, generated ids); returns whether the generated ids are right
+TokenCheck = Callable[[Sequence[int], Sequence[int]], bool]
 
 
 @dataclass(frozen=True)
@@ -294,6 +296,9 @@ def bytes_per_token(config: ModelConfig, context: int, dtype: torch.dtype) -> in
 
 
 # %% [markdown]
+# `checks` is for a code path that rounds, such as one in 16 bits: it may choose other tokens and still
+# be right. Day 32 uses it. Today all code paths compute in float32, and their tokens must be equal.
+#
 # Rule 1 at work, on a fast code path that is wrong:
 
 
