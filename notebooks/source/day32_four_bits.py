@@ -1170,7 +1170,7 @@ assert abs(close) < 0.01 < far
 # ## Three answers, side by side
 
 # %%
-from nanoserve import SamplingParams
+from nanoserve import LLM, SamplingParams
 
 questions = (
     "What is the capital of France?",
