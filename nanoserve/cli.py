@@ -210,7 +210,9 @@ def _load(
     kind = dtype or (_activations(device) if q4 else DType.float32)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        llm = LLM(source, kind.value, device, quantization="q4" if q4 else None)
+        # for one sequence on a CPU, the contiguous cache is the faster one; with q4, it shows most
+        cache = "naive" if q4 and device.startswith("cpu") else "paged"
+        llm = LLM(source, kind.value, device, cache, "q4" if q4 else None)
     for warning in caught:
         _aside(f"nanoserve: {warning.message}")
     return llm, f"q4 weights, {kind.value}" if q4 else kind.value
