@@ -141,9 +141,10 @@ def sdpa(
     scale = head_dim**-0.5 if scale is None else scale
     if query_len == 1:  # no mask, and reading k and v takes most of the time
         wide = torch.promote_types(q.dtype, torch.float32)
-        rows = q.to(wide).reshape(batch, n_kv, n_q // n_kv, head_dim) * scale
-        weights = (rows @ k.to(wide).transpose(2, 3)).softmax(dim=-1)
-        return (weights @ v.to(wide)).to(q.dtype).view(q.shape)
+        rows = (q.to(wide) * scale).reshape(batch * n_kv, n_q // n_kv, head_dim)
+        k, v = k.to(wide).flatten(0, 1), v.to(wide).flatten(0, 1)
+        weights = torch.bmm(rows, k.transpose(1, 2)).softmax(dim=-1)
+        return torch.bmm(weights, v).to(q.dtype).view(q.shape)
     q = q * scale  # q has fewer elements than the scores
     # the query heads of one KV head form a group
     q = q.reshape(batch * n_kv, n_q // n_kv, query_len, head_dim)
