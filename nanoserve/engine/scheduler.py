@@ -106,5 +106,5 @@ def chunk(num_uncomputed: int, tokens_left: int, budget: int, others_wait: bool)
 
     A prompt gets at most half of the budget while other prompts wait, but at least one token.
     """
-    most = max(1, budget // 2) if others_wait and num_uncomputed > 1 else budget
+    most = max(1, budget // 2) if others_wait else budget
     return min(num_uncomputed, tokens_left, most)
