@@ -300,8 +300,8 @@ def _held(sequence) -> int:
 
 
 @wrong(
-    "Two requests can then preempt each other for ever, and neither finishes. The request that has "
-    "waited longest comes first: preempt the newest, self.running[-1], not the oldest.",
+    "An old request can then lose its blocks each time a new one arrives, and never finish. It has "
+    "waited longest: preempt the newest, self.running[-1], not the oldest.",
     hints="newest",
 )
 def _oldest(self, sequence, num_tokens):
