@@ -30,7 +30,7 @@ def draw():
     fig, ax = canvas(
         426,
         "A long prompt arrives",
-        "A, B and C write a token in each step. D's prompt has 20 tokens. A step's width is its time.",
+        "A, B and C write a token in each step. D's prompt has 20 tokens. More tokens, longer step.",
     )
     _timeline(ax, 88, "In one step", (0, PROMPT, 1), CONTIGUOUS, CONTIGUOUS_FILL)
     rule(ax, (28, 240), (812, 240))

@@ -92,7 +92,7 @@ assert sum(whole[2].values()) == 43
 
 # %% [markdown]
 # The third step has 43 tokens, of which 40 belong to one request. A, B and C wait for all of them, to get one token
-# each. With a prompt of 4,000 tokens, they would wait a hundred times as long.
+# each. With a prompt of 4,000 tokens, they would wait for a hundred times as many.
 #
 # ## A budget of tokens
 #
@@ -381,12 +381,12 @@ fig
 
 # %% [markdown]
 # The orange line has one high point: the step with the whole prompt. In chunks, the same work is spread over six
-# steps, and each of them is a little longer than a decode alone.
+# steps. Each of them has at most 48 tokens, so nobody waits for more than that.
 #
 # Compare the two times to the document's first token as well (TTFT). If yours is longer with chunks, this is the price:
 # six steps read all weights six times, and each step also computes a token of the others. So the budget is a
 # choice. A small one gives short steps; a large one computes prompts with fewer reads of the weights. nanoserve's
-# default is 2,048: on a GPU, a step of that size still takes a fraction of a second for a model like this.
+# default is 2,048. With SmolLM2, so many tokens are about half a teraflop of work: much for a CPU, little for a GPU.
 #
 # ## What you learned
 #
@@ -401,5 +401,5 @@ fig
 #
 # **In one paragraph.** A whole prompt in one step makes every other request wait for it. We gave a step a budget of
 # tokens, and filled it with decodes first and prompts after them, in chunks: the smallest of what the prompt has,
-# what the step has left and, while others wait, half of the budget. Any split gives the same tokens. The longest
-# time between two tokens became shorter, and the long prompt's own first token may come later.
+# what the step has left and, while others wait, half of the budget. Any split gives the same tokens. No reader waits
+# for more than a budget of tokens, and the long prompt's own first token may come later.
