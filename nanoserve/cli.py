@@ -449,6 +449,25 @@ def bench_roofline(
     _bench_batches(device, dtype, rounds, path, record)
 
 
+@bench_app.command("matvec")
+def bench_matvec(
+    device: BenchDevice = None,
+    rounds: Annotated[int, typer.Option(help="Runs of each variant, interleaved.", min=1)] = 9,
+    record: Annotated[
+        bool, typer.Option("--record", help="Write notebooks/data/matvec_DEVICE.json.")
+    ] = False,
+) -> None:
+    """Measure products with weights in four bits, step by step, beside F.linear."""
+    from nanoserve.bench import matvec
+    from nanoserve.model import as_device
+
+    if device is not None:
+        as_device(device)
+    run = matvec.measure(device, rounds, " ".join(["nanoserve", *sys.argv[1:]]), typer.echo)
+    if record:
+        typer.echo(f"recorded in {run.save(matvec.DATA).as_posix()}")
+
+
 def _bench_batches(
     device: str | None,
     dtype: DType | None,

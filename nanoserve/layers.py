@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from nanoserve.config import ModelConfig
+from nanoserve.quant import Q4Weight, Weight, q4_linear
 
 QUERY_TILE = 128  # queries in one matrix product: enough for speed, few enough to skip future keys
 
@@ -79,12 +80,23 @@ def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
     return torch.addcmul(h * cos, rotate_half(h), sin).to(x.dtype)
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def embedding(ids: torch.Tensor, weight: Weight, dtype: torch.dtype) -> torch.Tensor:
+    """The rows of weight [vocab, hidden] with these ids: ids [...] -> [..., hidden] in `dtype`."""
+    if isinstance(weight, Q4Weight):
+        return weight.rows(ids, dtype)
+    return F.embedding(ids, weight).to(dtype)
+
+
+def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [..., in] times weight [out, in], plus bias [out] -> [..., out].
 
-    A single row, as in a decode step, is multiplied by torch.mv, a matrix-vector routine. For
-    bfloat16 on a CPU with bfloat16 products, F.linear is faster and is used instead.
+    A weight in four bits is multiplied by q4_linear. In the other dtypes, a single row, as in a
+    decode step, is multiplied by torch.mv, a matrix-vector routine. For bfloat16 on a CPU with
+    bfloat16 products, F.linear is faster and is used instead.
     """
+    if isinstance(weight, Q4Weight):
+        out = q4_linear(x, weight)
+        return out if bias is None else out + bias
     if x.numel() > x.shape[-1] or (x.dtype == torch.bfloat16 and _bfloat16_products()):
         return F.linear(x, weight, bias)
     out = torch.mv(weight, x.flatten())

@@ -758,26 +758,8 @@ def _qkv(x: torch.Tensor, layer: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/model.py: DTYPES, load_model, as_dtype, as_device, join_qkv
+# lands in nanoserve/model.py: DTYPES, as_dtype, as_device
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-def load_model(
-    source: str | Path = "smollm2",
-    dtype: str | torch.dtype = torch.float32,
-    device: str | torch.device = "cpu",
-) -> Model:
-    """Load "smollm2" (fetched on first use), a folder, a .gguf file or a hub id.
-
-    dtype: float32, bfloat16 or float16, or its name. Raises ValueError for a dtype or device that
-    cannot be used, and for a checkpoint that is broken or not supported.
-    """
-    dtype, device = as_dtype(dtype), as_device(device)
-    path = resolve(source)
-    config = load_config(path)
-    model = Model(config, load_weights(path, config, dtype, device))
-    join_qkv(model)
-    return model
 
 
 def as_dtype(dtype: str | torch.dtype) -> torch.dtype:
@@ -797,6 +779,26 @@ def as_device(device: str | torch.device) -> torch.device:
         reason = str(error).strip().split("\n")[0].rstrip(".")
         raise ValueError(f"device {str(device)!r} cannot be used: {reason}") from None
     return found
+
+
+# %% jupyter={"source_hidden": true}
+# until day 32: lands in nanoserve/model.py: load_model, join_qkv
+def load_model(
+    source: str | Path = "smollm2",
+    dtype: str | torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+) -> Model:
+    """Load "smollm2" (fetched on first use), a folder, a .gguf file or a hub id.
+
+    dtype: float32, bfloat16 or float16, or its name. Raises ValueError for a dtype or device that
+    cannot be used, and for a checkpoint that is broken or not supported.
+    """
+    dtype, device = as_dtype(dtype), as_device(device)
+    path = resolve(source)
+    config = load_config(path)
+    model = Model(config, load_weights(path, config, dtype, device))
+    join_qkv(model)
+    return model
 
 
 def join_qkv(model: Model) -> None:

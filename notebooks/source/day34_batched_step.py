@@ -272,7 +272,7 @@ class Model(Model):
         """The final norm's output: ids [batch, seq] -> [batch, seq, hidden]; errors as __call__."""
         self._check(ids)
         cos, sin = self._angles(ids.shape[1], cache)
-        x = F.embedding(ids, self.weights["model.embed_tokens.weight"])
+        x = embedding(ids, self.weights["model.embed_tokens.weight"], self.dtype)
         for index, layer in enumerate(self.layers):
             x = block(x, layer, cos, sin, self.config, cache, index)
         return rms_norm(x, self.weights["model.norm.weight"], self.config.norm_eps)

@@ -615,9 +615,11 @@ class LLM(LLM):
         dtype: str | torch.dtype = torch.float32,
         device: str | torch.device = "cpu",
         cache: str | None = "paged",
+        quantization: str | None = None,
         num_blocks: int | None = None,
     ) -> None:
-        """source, dtype, device as for load_model; cache "paged", "naive", or None for no cache.
+        """source, dtype, device, quantization as for load_model; cache "paged", "naive", or None
+        for no cache.
 
         With "paged", all prompts share one pool of num_blocks blocks, by default as many as
         default_num_blocks says. Otherwise each prompt runs by itself.
@@ -625,7 +627,7 @@ class LLM(LLM):
         if cache is not None and cache not in CACHES:
             known = ", ".join(map(repr, CACHES))
             raise ValueError(f"cache {cache!r} is not known; supported: {known}, None")
-        self.model = load_model(source, dtype, device)
+        self.model = load_model(source, dtype, device, quantization)
         self.tokenizer = load_tokenizer(source)
         self._cache = cache
         self._shared = None
