@@ -324,7 +324,7 @@ assert found == expected
 question = "The longest time between two tokens: how many times shorter is it with a budget of 48?"
 today.predict("shorter", question, guess=None, low=0.1, high=100)
 
-# %% tags=["nbval-ignore-output"]
+# %%
 from statistics import median
 from time import perf_counter
 
@@ -349,6 +349,7 @@ def while_it_arrives(budget):
     return seconds, ttft
 
 
+# %% tags=["nbval-ignore-output"]
 measured = {name: while_it_arrives(budget) for name, budget in (("whole", 2048), ("chunks", 48))}
 for name, (seconds, ttft) in measured.items():
     print(f"{name:7} longest step {1e3 * max(seconds[ARRIVAL:]):5.0f} ms, ", end="")

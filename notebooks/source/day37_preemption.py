@@ -303,6 +303,7 @@ params = [SamplingParams(max_tokens=20, temperature=t, seed=i) for i, t in enume
 params.append(SamplingParams(max_tokens=20, temperature=1, seed=5, frequency_penalty=1.0))
 
 
+# %%
 def alone(ids, each):
     cache = new_cache("naive", two_layers, 0)
     return [sample.token_id for sample in generate_tokens(two_layers, ids, each, cache)]
