@@ -43,7 +43,7 @@ today.picture("chunked-prefill")
 #
 # Somebody reads an answer as it is written, token by token. Then another user sends a document of thousands of
 # tokens. With Day 35's scheduler, the whole prompt runs in one step, together with one token of every request that
-# runs. The step ends when its longest part ends, so all these readers see their text stop.
+# runs. The step takes as long as all its tokens, so all these readers see their text stop.
 #
 # The average speed does not show this. The time between two tokens does, and it is what a reader notices. So
 # serving engines split a long prompt over several steps (Agrawal et al. 2024, "Sarathi-Serve"); in vLLM this is
@@ -155,8 +155,8 @@ def chunk(num_uncomputed: int, tokens_left: int, budget: int, others_wait: bool)
 # ## The scheduler fills a step
 #
 # `schedule` now has its final form: the three groups, one after another, each request through `_take`. Two small
-# methods give `chunk` its arguments. `_others_wait` is true if a request waits, or if another prompt that runs has
-# tokens that are not in the step yet.
+# methods give `chunk` its arguments. For a prompt, `_others_wait` is true if a request waits, or if another prompt
+# that runs has tokens that are not in the step yet.
 
 
 # %% jupyter={"source_hidden": true}
@@ -183,7 +183,10 @@ class Scheduler(Scheduler):
         return self.max_batch_tokens - sum(self._step.values())
 
     def _others_wait(self, sequence: Sequence) -> bool:
-        """Whether another prompt has tokens to compute that are not in the step yet."""
+        """Whether another prompt has tokens to compute that are not in the step yet. False for a
+        decode, which no other request limits."""
+        if sequence.num_uncomputed == 1:
+            return False
         prompts = (s for s in self.running if s.num_uncomputed > 1 and s is not sequence)
         return bool(self.waiting) or any(s.num_uncomputed > self._step.get(s, 0) for s in prompts)
 
@@ -279,7 +282,8 @@ def answers(model, prompts, params, budget, kind=Scheduler):
 
 def alone(model, ids, params):
     cache = new_cache("naive", model, 0)
-    return [sample.token_id for sample in generate_tokens(model, ids, params, cache)]
+    samples = generate_tokens(model, ids, params, cache, model.config.eos_ids)
+    return [sample.token_id for sample in samples]
 
 
 # %%
@@ -322,7 +326,7 @@ assert found == expected
 
 # %%
 question = "The longest time between two tokens: how many times shorter is it with a budget of 48?"
-today.predict("shorter", question, guess=None, low=0.1, high=100)
+today.predict("shorter", question, guess=None, low=1, high=100)
 
 # %%
 from statistics import median
@@ -387,11 +391,11 @@ fig
 # Compare the two times to the document's first token as well (TTFT). If yours is longer with chunks, this is the price:
 # six steps read all weights six times, and each step also computes a token of the others. So the budget is a
 # choice. A small one gives short steps; a large one computes prompts with fewer reads of the weights. nanoserve's
-# default is 2,048. With SmolLM2, so many tokens are about half a teraflop of work: much for a CPU, little for a GPU.
+# default is 2,048. With SmolLM2, that is about $5 \cdot 10^{11}$ operations: many for a CPU, few for a GPU.
 #
 # ## What you learned
 #
-# 1. **A step ends with its longest part.** So limit the tokens of a step, and everyone's next token has a date.
+# 1. **A step takes as long as all its tokens.** So limit them, and no reader waits long for the next token.
 # 2. **Decodes first, then chunks.** A reader waits for each single token; a prompt waits only once.
 # 3. **A chunk is a prefill that continues.** The cache holds what came before, so any split gives the same tokens.
 #

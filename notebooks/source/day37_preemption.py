@@ -42,7 +42,7 @@ today.picture("preemption")
 # ## Why it matters
 #
 # A request with `max_tokens=1000` may write 1,000 tokens, or stop after 20. Since Day 35 it takes the blocks for all
-# 1,000 at once, and most of them stay empty until its end. Paging was made to avoid exactly this. So let a request
+# 1,000 at once, and many of them stay empty for long. Paging was made to avoid exactly this. So let a request
 # take a block when its next token needs one.
 #
 # Then the requests together may want more than the pool has: it is **oversubscribed**, as an airline sells more
@@ -167,9 +167,9 @@ class Scheduler(Scheduler):
 # ## Your turn: `_reserve`
 #
 # A request needs blocks for `num_tokens` more tokens, and too few are free. **Whom** do you preempt? The request with
-# most blocks would free most. The oldest has had its time. But each of these has a trap, as you will see below.
-# The rule that works is: **the newest**, `self.running[-1]`. A request takes blocks only from requests that arrived
-# after it.
+# most blocks would free most. The oldest has had its time. But with both rules an old request can lose its blocks
+# again and again; you will see it below. The rule that works is: **the newest**, `self.running[-1]`. A request takes
+# blocks only from requests that arrived after it.
 #
 # - Try `sequence.cache.table.grow(tokens in all)`. The table must hold `sequence.cache.seq_len + num_tokens` tokens.
 #   If that works, return True.
@@ -271,8 +271,8 @@ assert serve(PreemptOldest)[0] == 0 and serve(Scheduler)[0] == 4
 
 # %% [markdown]
 # With the wrong rule, A **starves**. Each time its prompt is partly computed, a newcomer takes its blocks, and all that
-# work is lost. Averages would not show it: dozens of other requests finish. The proof above shows why the right rule
-# cannot do this.
+# work is lost. Averages would not show it: dozens of other requests finish. The argument above says why the right
+# rule cannot do this.
 #
 # ## Prove it: the same tokens, in a pool that is too small
 #
@@ -306,7 +306,8 @@ params.append(SamplingParams(max_tokens=20, temperature=1, seed=5, frequency_pen
 # %%
 def alone(ids, each):
     cache = new_cache("naive", two_layers, 0)
-    return [sample.token_id for sample in generate_tokens(two_layers, ids, each, cache)]
+    samples = generate_tokens(two_layers, ids, each, cache, two_layers.config.eos_ids)
+    return [sample.token_id for sample in samples]
 
 
 def together(num_blocks, kind=Scheduler):
@@ -460,9 +461,9 @@ fig
 # run at once. The price is in the right plot. In a small pool, many tokens are computed more than once.
 #
 # What this count does not show is time. A step with a prefill takes longer than a step of decodes, so the gain in
-# time is smaller than the gain in steps. But a token that is computed again is cheaper than it was the first time:
-# then it needed a step of its own, and now a whole text comes in one prefill. And in a real mix, answers stop before
-# their `max_tokens`, which only the line on demand can use.
+# time may be smaller than the gain in steps. But an output token that is computed again is cheaper than it was the
+# first time: then it needed a step of its own, and now many come in one prefill. And in a real mix, answers stop
+# before their `max_tokens`. Then the rule on demand gains more: it has never taken the blocks for the rest.
 #
 # ## What you learned
 #
@@ -483,6 +484,6 @@ today.review()
 #
 # **In one paragraph.** A request that reserves all that it may need keeps memory empty, and others wait. We let it take
 # blocks token by token. When none is free, the newest request that runs gives its blocks back, waits before all
-# others, and later computes its tokens again in one prefill. Its tokens and its random numbers are kept, so its text
+# others, and later computes its tokens again in a prefill. Its tokens and its random numbers are kept, so its text
 # is the same. In pools that are too small for all, the requests finish in fewer steps than with reservations, and pay
 # with tokens that are computed twice.
