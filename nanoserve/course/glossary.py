@@ -368,6 +368,18 @@ retire: To take a finished request out of the batch and give its blocks back.
 idle slot: A place in the batch that computes nothing in a step, while requests wait.
 first come, first served: In the order of arrival.
 """,
+    36: """
+token budget: The most tokens that one step may compute, of all requests together.
+chunked prefill: A prefill in several steps, a chunk of the prompt in each (Agrawal et al. 2024).
+inter-token latency: The time between two tokens of one request, as its reader sees it.
+""",
+    37: """
+preempt: To interrupt a request that runs and give its blocks to another.
+recomputation: Computing the keys and values of a preempted request again, all in a prefill.
+swapping: Copying the blocks of a preempted request to other memory, and back later.
+starve: To wait for ever, because others are always served first.
+oversubscribe: To promise more than there is, because not everyone uses all of it at once.
+""",
 }
 
 
