@@ -244,6 +244,17 @@ def single_sequence() -> Iterator[None]:
 _single_sequence: ContextVar[bool] = ContextVar("single_sequence", default=False)
 
 
+Prompt = str | Sequence[int]  # text, or token ids, which are used unchanged
+
+
+def prompts_of(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or several, as a list. Raises ValueError for anything else."""
+    if not isinstance(prompts, str) and not hasattr(prompts, "__len__"):
+        raise ValueError(f"prompts must be text, token ids, or a list of them, got {prompts!r}")
+    single = isinstance(prompts, str) or (len(prompts) and not isinstance(prompts[0], Sequence))
+    return [prompts] if single else list(prompts)
+
+
 class LLM:
     """A model, its tokenizer and a kind of cache: the public interface of the engine."""
 
@@ -272,7 +283,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: str | Sequence[int] | Sequence[str | Sequence[int]],
+        prompts: Prompt | list[Prompt],
         params: SamplingParams | None = None,
     ) -> list[Completion]:
         """Complete one prompt or several. A prompt is text, or token ids, which are used unchanged.
@@ -281,10 +292,7 @@ class LLM:
         empty or longer than the model's context, for an id outside the vocabulary, and for a prompt
         and max_tokens that need more blocks than the pool has.
         """
-        if not isinstance(prompts, str) and not hasattr(prompts, "__len__"):
-            raise ValueError(f"prompts must be text, token ids, or a list of them, got {prompts!r}")
-        single = isinstance(prompts, str) or (len(prompts) and not isinstance(prompts[0], Sequence))
-        checked = [self._prompt_ids(prompt) for prompt in ([prompts] if single else prompts)]
+        checked = [self._prompt_ids(prompt) for prompt in prompts_of(prompts)]
         if _single_sequence.get() or self._shared is None:
             return [self.stream(ids, params).completion for ids in checked]
         params = SamplingParams() if params is None else params
@@ -304,7 +312,7 @@ class LLM:
         """Complete a conversation [{"role": "user", "content": …}, …]; errors as for generate."""
         return self.stream(self.chat_ids(messages), params).completion
 
-    def stream(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> Stream:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Stream:
         """Complete one prompt as a stream of pieces of text; errors as generate, at once."""
         ids, params = self._prompt_ids(prompt), SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
@@ -320,7 +328,7 @@ class LLM:
         """The token ids of a conversation in the checkpoint's chat template."""
         return self.tokenizer.encode(self.tokenizer.render_chat(messages), parse_special=True)
 
-    def _prompt_ids(self, prompt: str | Sequence[int]) -> list[int]:
+    def _prompt_ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             ids = self.tokenizer.prefix_ids + self.tokenizer.encode(prompt)
         else:

@@ -339,6 +339,20 @@ pipeline stage: One of the tiles that a loop works on at the same time: one is c
     next ones are loaded.
 warp: 32 threads of a GPU that run in step. A program has one or more warps, which share its tiles.
 """,
+    34: """
+request: A prompt and its sampling parameters, from the moment it arrives until its last token.
+batch size: The number of sequences that one step computes together.
+step: One forward pass of the engine, and the tokens that are chosen from it.
+batch-invariant: Giving the same bits for a row whatever other rows are computed with it.
+""",
+    35: """
+static batching: Running a fixed group of requests until the last of them has finished.
+continuous batching: Admitting requests and retiring them between any two steps (Yu et al. 2022).
+admit: To let a waiting request run, with the blocks that it needs.
+retire: To take a finished request out of the batch and give its blocks back.
+idle slot: A place in the batch that computes nothing in a step, while requests wait.
+first come, first served: In the order of arrival.
+""",
 }
 
 

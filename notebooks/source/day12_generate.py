@@ -400,7 +400,18 @@ class Stream:
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/generate.py: LLM
+# lands in nanoserve/generate.py: Prompt, prompts_of, LLM
+Prompt = str | Sequence[int]  # text, or token ids, which are used unchanged
+
+
+def prompts_of(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or several, as a list. Raises ValueError for anything else."""
+    if not isinstance(prompts, str) and not hasattr(prompts, "__len__"):
+        raise ValueError(f"prompts must be text, token ids, or a list of them, got {prompts!r}")
+    single = isinstance(prompts, str) or (len(prompts) and not isinstance(prompts[0], Sequence))
+    return [prompts] if single else list(prompts)
+
+
 class LLM:
     """A model, its tokenizer and a kind of cache: the public interface of the engine."""
 
@@ -420,7 +431,7 @@ class LLM:
 class LLM(LLM):
     def generate(
         self,
-        prompts: str | Sequence[int] | Sequence[str | Sequence[int]],
+        prompts: Prompt | list[Prompt],
         params: SamplingParams | None = None,
     ) -> list[Completion]:
         """Complete one prompt or several. A prompt is text, or token ids, which are used unchanged.
@@ -428,13 +439,10 @@ class LLM(LLM):
         Raises ValueError, before the model runs, for a prompt that is empty or longer than the
         model's context, and for an id outside the vocabulary.
         """
-        if not isinstance(prompts, str) and not hasattr(prompts, "__len__"):
-            raise ValueError(f"prompts must be text, token ids, or a list of them, got {prompts!r}")
-        single = isinstance(prompts, str) or (len(prompts) and not isinstance(prompts[0], Sequence))
-        checked = [self._prompt_ids(prompt) for prompt in ([prompts] if single else prompts)]
+        checked = [self._prompt_ids(prompt) for prompt in prompts_of(prompts)]
         return [self.stream(ids, params).completion for ids in checked]
 
-    def _prompt_ids(self, prompt: str | Sequence[int]) -> list[int]:
+    def _prompt_ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             ids = self.tokenizer.prefix_ids + self.tokenizer.encode(prompt)
         else:

@@ -10,6 +10,9 @@
 # # Day 35 · Continuous batching
 #
 # Week 9 · Phase 4, many requests · you need: Day 34 (One forward for many)
+#
+# **Today** requests come and go while the engine runs. You write the scheduler that admits them and retires them
+# between steps. Then `LLM` runs on the engine: one pool, and one step for all that run.
 
 # %% jupyter={"source_hidden": true}
 # Set-up: on Colab, installs nanoserve in a minute or two. In your own clone it does nothing.
@@ -33,6 +36,81 @@ if importlib.util.find_spec("nanoserve") is None:
 from nanoserve.course import day
 
 today = day(35)
+today.picture("continuous-batching")
+
+# %% [markdown]
+# ## Why it matters
+#
+# Day 34 ran a fixed list of requests until the last one had finished. This is **static batching**. Answers have
+# different lengths, and nobody knows them in advance. A request that ends early leaves its place idle, and a
+# request that arrives has to wait for the whole batch.
+#
+# A forward pass needs no fixed list. Each step is made anew from whatever runs, so a place can be filled **between
+# any two steps**. Orca proposed this (Yu et al. 2022, "iteration-level scheduling"), and serving engines since then
+# work this way.
+
+# %%
+today.glossary()
+
+# %% [markdown]
+# ## Count the idle slots
+#
+# Take requests whose answers have these numbers of tokens, and four places. A request that has its place takes one
+# slot in each step. How many slots stay idle while a batch is static?
+
+# %%
+import random
+
+draw = random.Random(35)
+LENGTHS = [draw.choice((2, 3, 4, 6, 9, 20)) for _ in range(16)]
+PLACES = 4
+
+
+def static_steps(lengths, places):
+    """Steps in all, if each group of `places` requests runs until its longest has ended."""
+    groups = [lengths[i : i + places] for i in range(0, len(lengths), places)]
+    return sum(max(group) for group in groups)
+
+
+def continuous_steps(lengths, places):
+    """Steps in all, if the next request takes a place as soon as it is free."""
+    ends = [0] * places
+    for length in lengths:
+        ends[ends.index(min(ends))] += length
+    return max(ends)
+
+
+# %%
+question = "Static batching: what percentage of the slots stays idle?"
+today.predict("idle", question, guess=None, low=0, high=100)
+
+# %%
+counted = {
+    "static": static_steps(LENGTHS, PLACES),
+    "continuous": continuous_steps(LENGTHS, PLACES),
+}
+for name, steps in counted.items():
+    idle = 1 - sum(LENGTHS) / (steps * PLACES)
+    print(f"{name:10} {steps:3} steps, {idle:4.0%} of the slots idle")
+print("your guess:", today.guess_text("idle"))
+assert counted["static"] > 1.4 * counted["continuous"]
+
+# %% [markdown]
+# The tokens are the same in both. Only the number of steps differs, and each step costs about the same, because it
+# reads the weights once.
+#
+# ## The scheduler
+#
+# The scheduler holds two queues: `running` and `waiting`, both in order of arrival. Before each step it answers one
+# question: which requests run, and how many tokens of each?
+#
+# A request needs blocks. It may need `most_tokens` slots in all: its prompt and all tokens that may be generated,
+# but for the last, which is never computed. Today a request takes **all** its blocks when it is admitted. So it can
+# always run to its end. That is simple, and wasteful: an answer may stop early. Day 37 takes blocks as they are
+# needed.
+#
+# In the constructor, `max_num_seqs` is the number of places. Skip `max_batch_tokens` and `_step` (Day 36 uses them)
+# and `num_preemptions` (Day 37).
 
 # %%
 import threading
@@ -50,10 +128,6 @@ from nanoserve.cache import BLOCK_SIZE, BlockAllocator, KVPool, PagedKVCache
 from nanoserve.config import ModelConfig
 from nanoserve.engine.engine import step_logits
 from nanoserve.engine.sequence import Output, Sequence
-from nanoserve.generate import CACHES, LLM, Completion, Stream, new_cache
-from nanoserve.model import Model, load_model
-from nanoserve.sampling import Sample, SamplingParams, sample
-from nanoserve.tokenizer import Tokenizer, load_tokenizer
 
 
 # %% jupyter={"source_hidden": true}
@@ -86,13 +160,34 @@ class Scheduler:
         self.waiting.append(sequence)
 
 
-# %% jupyter={"source_hidden": true}
-# lands in nanoserve/engine/scheduler.py: Scheduler.remove
-class Scheduler(Scheduler):
-    def remove(self, sequence: Sequence) -> None:
-        """Take out a request, finished or not, and give its blocks back."""
-        (self.running if sequence in self.running else self.waiting).remove(sequence)
-        sequence.cache.free()
+# %% [markdown]
+# ## Your turn: `schedule`
+#
+# Choose the next step, in two parts:
+#
+# 1. **Admit.** While a request waits and `self._can_admit(self.waiting[0])`: take it out of `self.waiting` from the
+#    left, take its blocks with `sequence.cache.table.grow(sequence.most_tokens)`, and append it to `self.running`.
+#    `_can_admit` says whether a place and enough blocks are free. If the first one does not fit, all others wait
+#    behind it: first come, first served.
+# 2. **Choose.** Every request that runs is in the step, with all tokens that it lacks: a dictionary from the sequence
+#    to `sequence.num_uncomputed`.
+#
+# The check is one call of `schedule` on a scheduler in the middle of its work. Stuck? `today.hint()`.
+#
+# After a kernel restart, run the cells above first (Run → Run All Above Selected Cell).
+
+
+# %%
+def schedule(self) -> dict[Sequence, int]:
+    """Admit requests that wait, then choose the next step: all tokens that each request lacks."""
+    raise NotImplementedError("your turn")
+
+
+today.check(schedule)
+
+# %% [markdown]
+# The cell below holds the package's version as of today; from here on this notebook uses it. Days 36 and 37 replace
+# both methods.
 
 
 # %% jupyter={"source_hidden": true}
@@ -110,7 +205,7 @@ class Scheduler(Scheduler):
         return {sequence: sequence.num_uncomputed for sequence in self.running}
 
 
-# %% jupyter={"source_hidden": true}
+# %%
 # until day 37: lands in nanoserve/engine/scheduler.py: Scheduler._can_admit
 class Scheduler(Scheduler):
     def _can_admit(self, sequence: Sequence) -> bool:
@@ -119,8 +214,56 @@ class Scheduler(Scheduler):
         return len(self.running) < self.max_num_seqs and sequence.most_tokens <= slots
 
 
+# %% [markdown]
+# ## Your turn: `remove`
+#
+# A request ends: it got its last token, or somebody aborted it. Then it may run or still wait. Take it out of its
+# queue, in place, and give its blocks back with `sequence.cache.free()`.
+
+
+# %%
+def remove(self, sequence: Sequence) -> None:
+    """Take out a request, finished or not, and give its blocks back."""
+    raise NotImplementedError("your turn")
+
+
+today.check(remove)
+
+
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/engine/engine.py: CONTEXTS, CPU_BYTES, GPU_SHARE, default_num_blocks and 1 more
+# lands in nanoserve/engine/scheduler.py: Scheduler.remove
+class Scheduler(Scheduler):
+    def remove(self, sequence: Sequence) -> None:
+        """Take out a request, finished or not, and give its blocks back."""
+        (self.running if sequence in self.running else self.waiting).remove(sequence)
+        sequence.cache.free()
+
+
+# %% [markdown]
+# ## The engine
+#
+# Few parts are left. `Engine` makes the pool and joins the scheduler, Day 34's step and Day 10's `sample`:
+#
+# | member | what it does |
+# | --- | --- |
+# | `add(prompt_ids, params)` | checks a request and queues it; returns its id |
+# | `step()` | runs one step; returns an `Output` for each request that got a token |
+# | `abort(id)` | ends a request; its blocks are free at once |
+# | `has_work` | whether `step` has anything to do |
+#
+# `add` refuses what could never run, before it disturbs anything: an empty prompt, an id outside the vocabulary, a
+# request that is larger than the whole pool. Without the last check such a request would wait for ever, and all
+# others behind it. `default_num_blocks` chooses the size of the pool. On a CPU it is at most a gibibyte, and memory
+# that is never written costs nothing.
+
+# %%
+from nanoserve.model import Model, load_model
+from nanoserve.sampling import Sample, SamplingParams, sample
+from nanoserve.tokenizer import Tokenizer, load_tokenizer
+
+
+# %% jupyter={"source_hidden": true}
+# lands in nanoserve/engine/engine.py: CONTEXTS, CPU_BYTES, GPU_SHARE, default_num_blocks and 2 more
 CONTEXTS, CPU_BYTES = 4, 1 << 30  # the default pool on a CPU: the smaller of the two
 
 GPU_SHARE = 0.85  # of the memory that is free after loading
@@ -162,8 +305,6 @@ def check_prompt(prompt_ids: Iterable[int], config: ModelConfig) -> list[int]:
     return ids
 
 
-# %% jupyter={"source_hidden": true}
-# lands in nanoserve/engine/engine.py: Engine
 class Engine:
     """Runs many requests over one pool of blocks: add requests, then call step while has_work.
 
@@ -293,6 +434,69 @@ class Engine:
         self.scheduler.remove(sequence)
 
 
+# %% [markdown]
+# Watch it work: three places, five requests, of which two arrive later. `Output.text` is what can be shown.
+
+# %%
+model, tokenizer = load_model("smollm2"), load_tokenizer("smollm2")
+engine = Engine(model, tokenizer, num_blocks=20, max_num_seqs=3)
+texts = ["The capital of France is", "One, two, three,", "Water boils at", "The opposite of hot is"]
+for text, tokens in zip(texts[:3], (2, 8, 4)):
+    engine.add(tokenizer.encode(text), SamplingParams(max_tokens=tokens))
+said = {}
+for number in range(12):
+    if number == 1:
+        engine.add(tokenizer.encode(texts[3]), SamplingParams(max_tokens=3))
+    outputs = engine.step() if engine.has_work else []
+    for output in outputs:
+        said.setdefault(output.request_id, []).append(output)
+    ran = ", ".join(output.request_id.removeprefix("request-") for output in outputs)
+    print(f"step {number:2}: {ran:8} free blocks {engine.num_free_blocks}")
+
+# %% [markdown]
+# Request 3 arrived before step 1 and found no place. It ran in the step after request 0 had ended.
+#
+# ## Prove it: the same tokens in any order
+#
+# The loop for one sequence is the reference again. The order of arrival, the number of places and the size of the
+# pool must change no token.
+
+# %%
+from nanoserve.generate import generate_tokens, new_cache
+
+
+def alone(ids, params):
+    """The tokens of one prompt by the loop for one sequence."""
+    cache = new_cache("paged", model, len(ids) + params.max_tokens)
+    return [s.token_id for s in generate_tokens(model, ids, params, cache, model.config.eos_ids)]
+
+
+requests = [
+    (tokenizer.encode(t), SamplingParams(max_tokens=n)) for t, n in zip(texts, (2, 8, 4, 3))
+]
+expected = [alone(*request) for request in requests]
+for order, places, blocks in (((0, 1, 2, 3), 4, 20), ((3, 1, 0, 2), 2, 20), ((2, 0, 3, 1), 4, 2)):
+    engine = Engine(model, tokenizer, blocks, max_num_seqs=places)
+    tokens = {engine.add(*requests[i]): (i, []) for i in order}
+    while engine.has_work:
+        for output in engine.step():
+            tokens[output.request_id][1].append(output.token_id)
+    assert all(got == expected[i] for i, got in tokens.values())
+    assert engine.num_free_blocks == blocks
+    print(f"order {order}, {places} places, {blocks} blocks: the same tokens")
+
+# %% [markdown]
+# ## `LLM` on the engine
+#
+# `generate` with a list of prompts adds them all and runs until they have ended. A stream is an iterator, and two
+# streams may be read in turns, or in two threads. So `SharedEngine` guards the engine with a lock: whichever stream
+# needs a token runs a step, and keeps the tokens of the others for them.
+#
+# A reader may also stop reading. Then the request must end, or it would hold its blocks for ever. Python closes a
+# generator that nothing refers to, and runs its `finally`: there the request is aborted. This may happen in the
+# middle of a step, where the lock is taken; then the next call does it. The two cells are for reading.
+
+
 # %% jupyter={"source_hidden": true}
 # lands in nanoserve/generate.py: SharedEngine
 class SharedEngine:
@@ -361,6 +565,10 @@ class SharedEngine:
             self.engine.abort(request_id)
 
 
+# %%
+from nanoserve.generate import CACHES, LLM, Completion, Prompt, Stream, prompts_of
+
+
 # %% jupyter={"source_hidden": true}
 # lands in nanoserve/generate.py: EngineStream, single_sequence, LLM.generate, LLM.stream
 class EngineStream(Stream):
@@ -426,7 +634,7 @@ class LLM(LLM):
 
     def generate(
         self,
-        prompts: str | Sequence[int] | Sequence[str | Sequence[int]],
+        prompts: Prompt | list[Prompt],
         params: SamplingParams | None = None,
     ) -> list[Completion]:
         """Complete one prompt or several. A prompt is text, or token ids, which are used unchanged.
@@ -435,10 +643,7 @@ class LLM(LLM):
         empty or longer than the model's context, for an id outside the vocabulary, and for a prompt
         and max_tokens that need more blocks than the pool has.
         """
-        if not isinstance(prompts, str) and not hasattr(prompts, "__len__"):
-            raise ValueError(f"prompts must be text, token ids, or a list of them, got {prompts!r}")
-        single = isinstance(prompts, str) or (len(prompts) and not isinstance(prompts[0], Sequence))
-        checked = [self._prompt_ids(prompt) for prompt in ([prompts] if single else prompts)]
+        checked = [self._prompt_ids(prompt) for prompt in prompts_of(prompts)]
         if _single_sequence.get() or self._shared is None:
             return [self.stream(ids, params).completion for ids in checked]
         params = SamplingParams() if params is None else params
@@ -452,7 +657,7 @@ class LLM(LLM):
             for each in requests:
                 self._shared.drop(each)
 
-    def stream(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> Stream:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Stream:
         """Complete one prompt as a stream of pieces of text; errors as generate, at once."""
         ids, params = self._prompt_ids(prompt), SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
@@ -464,9 +669,127 @@ class LLM(LLM):
         cache = new_cache(self._cache, self.model, tokens)
         return Stream(self.model, self.tokenizer, ids, params, cache)
 
-    def _prompt_ids(self, prompt: str | Sequence[int]) -> list[int]:
+    def _prompt_ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             ids = self.tokenizer.prefix_ids + self.tokenizer.encode(prompt)
         else:
             ids = prompt
         return check_prompt(ids, self.model.config)
+
+
+# %% [markdown]
+# Two streams, read in turns; then one of them is dropped half-way:
+
+# %%
+llm = LLM("smollm2", num_blocks=40)
+free = lambda: llm._shared.engine.num_free_blocks
+streams = [llm.stream(text, SamplingParams(max_tokens=30)) for text in texts[:2]]
+first, second = map(iter, streams)
+for _ in range(4):
+    print(repr(next(first)), repr(next(second)), "free blocks:", free())
+del first, streams[0]
+print("dropped one:", free())
+assert free() == 37
+
+# %% [markdown]
+# With `cache="naive"` or `None`, an `LLM` keeps the loop for one sequence, as a baseline, and so it does inside
+# `with single_sequence():`. Inside `today.mine()`, the engine retires requests with your `remove`, if it has passed
+# its check. (Your `schedule` is saved, but Day 36 replaces it in the engine.)
+
+# %%
+import nanoserve
+
+package = nanoserve.LLM("smollm2")
+with today.mine():
+    answers = package.generate(texts, SamplingParams(max_tokens=3))
+print([answer.text for answer in answers])
+assert [answer.token_ids[:2] for answer in answers] == [tokens[:2] for tokens in expected]
+
+# %% [markdown]
+# ## Measure it: static against continuous
+#
+# The 16 requests from above, on this notebook's engine with four places. The static run adds four requests and
+# waits until all four have ended; the continuous run adds all 16 at once. (The model has no end token here, so
+# that each answer has its drawn length.)
+
+# %% tags=["nbval-ignore-output"]
+import time
+from dataclasses import replace
+
+model.config = replace(model.config, eos_ids=())
+prompt = tokenizer.encode("Once upon a time,")
+
+
+def run(groups):
+    """(steps, seconds) until all groups of answer lengths have run, one group after another."""
+    engine = Engine(model, None, 60, max_num_seqs=PLACES)
+    steps, begin = 0, time.perf_counter()
+    for group in groups:
+        for length in group:
+            engine.add(prompt, SamplingParams(max_tokens=length))
+        while engine.has_work:
+            engine.step()
+            steps += 1
+    return steps, time.perf_counter() - begin
+
+
+groups = [LENGTHS[i : i + PLACES] for i in range(0, len(LENGTHS), PLACES)]
+run([[2] * PLACES])  # a warm-up
+measured = {"static": run(groups), "continuous": run([LENGTHS])}
+for name, (steps, seconds) in measured.items():
+    print(f"{name:10} {steps:3} steps, {sum(LENGTHS) / seconds:5.1f} tokens/s")
+assert {name: steps for name, (steps, _) in measured.items()} == counted
+
+# %% jupyter={"source_hidden": true} tags=["nbval-ignore-output"]
+# Draws the plot: Requests that run in each step
+from nanoserve.course.plots import COLOURS, figure, label_line
+
+
+def busy(groups):
+    """The number of requests that compute, for each step."""
+    found = []
+    for group in groups:
+        ends, spans = [0] * PLACES, []
+        for length in group:
+            place = ends.index(min(ends))
+            spans.append((ends[place], ends[place] + length))
+            ends[place] += length
+        found += [sum(a <= step < b for a, b in spans) for step in range(max(ends))]
+    return found
+
+
+fig, ax = figure(
+    xlabel="step",
+    ylabel="requests that run",
+    title=f"The same {sum(LENGTHS)} tokens, in {counted['continuous']} or {counted['static']} steps",
+)
+for name, plan, colour in (("static", groups, "contiguous"), ("continuous", [LENGTHS], "engine")):
+    running = busy(plan)
+    ax.step(range(len(running) + 1), [*running, 0], where="post", color=COLOURS[colour], lw=2)
+    label_line(ax, len(running), 0.4, name, COLOURS[colour], "right")
+ax.set(ylim=(0, PLACES + 0.6), xlim=(0, counted["static"] * 1.2), yticks=range(PLACES + 1))
+fig
+
+# %% [markdown]
+# The engine took exactly as many steps as counted. Where the orange line is below four, places are idle: the static
+# batch waits for its longest answer. The gain in tokens per second can be smaller than the gain in steps, because a
+# step with fewer sequences is cheaper (Day 34 measured how much). And the plot shows one mix: if all answers had
+# the same length, both would be equal.
+#
+# ## What you learned
+#
+# 1. **A batch is not a list, but a decision before each step.** Nothing in the forward pass asks for the same
+#    sequences twice.
+# 2. **An idle place costs a whole step's share,** and static batching has them because answers have different
+#    lengths.
+# 3. **Refuse at the door what can never run.** Behind a request that waits for ever, everyone waits.
+#
+# ## Tomorrow
+#
+# A new prompt runs whole, in one step with everyone's decodes. If it has a thousand tokens, everyone waits for it.
+# Day 36 gives a step a budget of tokens, and splits long prompts.
+#
+# **In one paragraph.** A static batch ends with its longest answer, and places stay idle meanwhile. We made each
+# step anew: a scheduler with two queues admits requests while places and blocks are free, and retires them when
+# they end. The counted steps are the engine's steps. `LLM` now runs on this engine: lists of prompts share their
+# steps, streams interleave, and a stream that nobody reads any more gives its blocks back.
