@@ -380,6 +380,18 @@ swapping: Copying the blocks of a preempted request to other memory, and back la
 starve: To wait for ever, because others are always served first.
 oversubscribe: To promise more than there is, because not everyone uses all of it at once.
 """,
+    38: """
+prefix: The first tokens of a sequence.
+system prompt: Instructions that a service puts before every conversation.
+prefix sharing: Using one copy of the keys and values for sequences that begin with equal tokens.
+chained hash: A hash of a block's tokens and of the hash of the block before it.
+collision: Two different things with the same hash.
+reference count: The number of tables that have a block.
+cached block: A block that is in no table and keeps its content, to be found again.
+evict: To take a cached block for other tokens: its content is lost.
+least recently used: An order of eviction: first the block that nobody has used for longest.
+cold: Of a request whose prefix is not in the cache. Warm: its prefix is.
+""",
 }
 
 
