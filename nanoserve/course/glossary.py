@@ -365,7 +365,7 @@ static batching: Running a fixed group of requests until the last of them has fi
 continuous batching: Admitting requests and retiring them between any two steps (Yu et al. 2022).
 admit: To let a waiting request run, with the blocks that it needs.
 retire: To take a finished request out of the batch and give its blocks back.
-idle slot: A place in the batch that computes nothing in a step, while requests wait.
+idle slot: A place in the batch that computes nothing in a step.
 first come, first served: In the order of arrival.
 """,
     36: """
