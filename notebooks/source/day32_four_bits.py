@@ -533,7 +533,7 @@ fig
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/quant.py: QUANTIZATIONS, PACK_ROWS, UNPACKED_ROWS, KERNEL_ROWS and 5 more
+# lands in nanoserve/quant.py: QUANTIZATIONS, PACK_ROWS, UNPACKED_ROWS, KERNEL_ROWS and 6 more
 QUANTIZATIONS = ("q4",)
 PACK_ROWS = 1024  # rows packed at a time: a multiple of every processor's block of rows
 UNPACKED_ROWS = 64  # from this many rows on, the product of the dequantised weight is faster
@@ -617,6 +617,12 @@ def _for_parts(rows: torch.Tensor, weight: Q4Weight) -> torch.Tensor:
     return rows if weight.parts == 1 else rows.repeat(1, weight.parts)
 
 
+class Q4Weight(Q4Weight):
+    def linear(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., in] times this weight -> [..., out], by q4_linear."""
+        return q4_linear(x, self)
+
+
 # %%
 kept.pack()
 full = kept.dequantize().double()
@@ -642,6 +648,7 @@ for rows in (1, 3, 16, 200):
 # %%
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from nanoserve.config import ModelConfig, UnsupportedModel, load_config
 from nanoserve.fetch import resolve
@@ -805,28 +812,44 @@ def keep_bits(tensor: "ReaderTensor", bits: int) -> Q4Weight:
 # the order of `Q4Weight` and not in the processor's, so that every processor can read the file. A later load maps the
 # file into memory: nothing is parsed, and nothing is copied but the packed form.
 #
-# In the model little changes. `linear` and `embedding` look at the type of a weight, `join_qkv` joins packed rows, and
+# In the model little changes. `linear` and `embedding` leave the work to a weight that is no tensor, `join_qkv` joins packed rows, and
 # `load_model` packs at the end. If a matrix does not fit, one line says so.
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/layers.py: embedding, linear
-def embedding(ids: torch.Tensor, weight: Weight, dtype: torch.dtype) -> torch.Tensor:
+# lands in nanoserve/layers.py: PackedWeight, embedding, linear
+class PackedWeight(Protocol):
+    """A weight [out, in] that is no tensor, as layers use it: quant.Q4Weight is one."""
+
+    def rows(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The rows with these ids: ids [...] -> [..., in] in `dtype`."""
+        ...
+
+    def linear(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., in] times the weight -> [..., out], in x's dtype."""
+        ...
+
+
+def embedding(
+    ids: torch.Tensor, weight: torch.Tensor | PackedWeight, dtype: torch.dtype
+) -> torch.Tensor:
     """The rows of weight [vocab, hidden] with these ids: ids [...] -> [..., hidden] in `dtype`."""
-    if isinstance(weight, Q4Weight):
-        return weight.rows(ids, dtype)
-    return F.embedding(ids, weight).to(dtype)
+    if isinstance(weight, torch.Tensor):
+        return F.embedding(ids, weight).to(dtype)
+    return weight.rows(ids, dtype)
 
 
-def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
+def linear(
+    x: torch.Tensor, weight: torch.Tensor | PackedWeight, bias: torch.Tensor | None = None
+) -> torch.Tensor:
     """x [..., in] times weight [out, in], plus bias [out] -> [..., out].
 
-    A weight in four bits is multiplied by q4_linear. In the other dtypes, a single row, as in a
-    decode step, is multiplied by torch.mv, a matrix-vector routine. For bfloat16 on a CPU with
-    bfloat16 products, F.linear is faster and is used instead.
+    A packed weight multiplies by itself. With a tensor, a single row, as in a decode step, is
+    multiplied by torch.mv, a matrix-vector routine. For bfloat16 on a CPU with bfloat16 products,
+    F.linear is faster and is used instead.
     """
-    if isinstance(weight, Q4Weight):
-        out = q4_linear(x, weight)
+    if not isinstance(weight, torch.Tensor):
+        out = weight.linear(x)
         return out if bias is None else out + bias
     if x.numel() > x.shape[-1] or (x.dtype == torch.bfloat16 and _bfloat16_products()):
         return F.linear(x, weight, bias)
