@@ -80,7 +80,8 @@ def next_logits(model: Model, ids: Sequence[int], cache: Cache | None = None) ->
 
     Computes the head for the last position only: the head is a fifth of SmolLM2's weights.
     """
-    hidden = model.hidden(torch.tensor([ids], device=model.device), cache)
+    with torch.inference_mode():  # about a thousand small operations start faster in this mode
+        hidden = model.hidden(torch.tensor([ids], device=model.device), cache)
     return model.head(hidden[0, -1]).float()
 
 

@@ -368,6 +368,30 @@ retire: To take a finished request out of the batch and give its blocks back.
 idle slot: A place in the batch that computes nothing in a step.
 first come, first served: In the order of arrival.
 """,
+    36: """
+token budget: The most tokens that one step may compute, of all requests together.
+chunked prefill: A prefill in several steps, a chunk of the prompt in each (Agrawal et al. 2024).
+inter-token latency: The time between two tokens of one request, as its reader sees it.
+""",
+    37: """
+preempt: To interrupt a request that runs and give its blocks to another.
+recomputation: Computing the keys and values of a preempted request again, all in a prefill.
+swapping: Copying the blocks of a preempted request to other memory, and back later.
+starve: To wait for ever, because others are always served first.
+oversubscribe: To promise more than there is, because not everyone uses all of it at once.
+""",
+    38: """
+prefix: The first tokens of a sequence.
+system prompt: Instructions that a service puts before every conversation.
+prefix sharing: Using one copy of the keys and values for sequences that begin with equal tokens.
+chained hash: A hash of a block's tokens and of the hash of the block before it.
+collision: Two different things with the same hash.
+reference count: The number of tables that have a block.
+cached block: A block that is in no table and keeps its content, to be found again.
+evict: To take a cached block for other tokens: its content is lost.
+least recently used: An order of eviction: first the block that nobody has used for longest.
+cold: Of a request whose prefix is not in the cache. Warm: its prefix is.
+""",
 }
 
 

@@ -6,9 +6,16 @@ from numbers import Integral
 
 import torch
 
-from nanoserve.cache import BLOCK_SIZE, KVPool, PagedBatch, PagedKVCache
+from nanoserve.cache import (
+    BLOCK_SIZE,
+    KVPool,
+    PagedBatch,
+    PagedKVCache,
+    PrefixCache,
+    SharedKVCache,
+)
 from nanoserve.config import ModelConfig
-from nanoserve.engine.scheduler import Scheduler
+from nanoserve.engine.scheduler import PrefixScheduler, Scheduler
 from nanoserve.engine.sequence import Output, Sequence
 from nanoserve.model import Model
 from nanoserve.sampling import SamplingParams, sample
@@ -40,7 +47,8 @@ def step_logits(model: Model, step: Mapping[Sequence, int]) -> dict[Sequence, to
     free blocks; then nothing has changed.
     """
     batch = PagedBatch([sequence.cache for sequence in step], list(step.values()))
-    hidden = model.hidden(torch.tensor([pack(step)], device=model.device), batch)
+    with torch.inference_mode():  # as in next_logits: small operations start faster
+        hidden = model.hidden(torch.tensor([pack(step)], device=model.device), batch)
     batch.commit()
     rows = dict(zip(step, last_rows(step.values()), strict=True))
     rows = {sequence: row for sequence, row in rows.items() if sequence.num_uncomputed == 0}
@@ -64,17 +72,23 @@ class Engine:
         block_size: int = BLOCK_SIZE,
         max_num_seqs: int = 64,
         max_batch_tokens: int = 2048,
+        prefix_sharing: bool = True,
     ) -> None:
         """num_blocks: the size of the pool, by default that of default_num_blocks.
 
-        At most max_num_seqs requests run at a time, and max_batch_tokens tokens in a step. Without
-        a tokenizer, outputs have no text. Raises ValueError if a number is below 1.
+        At most max_num_seqs requests run at a time, and max_batch_tokens tokens in a step. With
+        prefix_sharing, the full blocks of equal prefixes are computed once. Without a tokenizer,
+        outputs have no text. Raises ValueError if a number is below 1.
         """
         if num_blocks is None:
             num_blocks = default_num_blocks(model, block_size)
         self.model, self.tokenizer = model, tokenizer
         self.pool = KVPool(model.config, num_blocks, block_size, model.dtype, model.device)
-        self.scheduler = Scheduler(self.pool.allocator, max_num_seqs, max_batch_tokens)
+        self.prefixes = PrefixCache(self.pool) if prefix_sharing else None
+        if self.prefixes is None:
+            self.scheduler = Scheduler(self.pool.allocator, max_num_seqs, max_batch_tokens)
+        else:
+            self.scheduler = PrefixScheduler(self.prefixes, max_num_seqs, max_batch_tokens)
         self._sequences: dict[str, Sequence] = {}
         self._aborted: list[Output] = []  # for the next step to return
         self._numbers = count()
@@ -86,8 +100,9 @@ class Engine:
 
     @property
     def num_free_blocks(self) -> int:
-        """The number of blocks that no request holds."""
-        return self.pool.allocator.num_free
+        """The number of blocks that no request holds: free, or kept for their content."""
+        cached = 0 if self.prefixes is None else self.prefixes.num_cached
+        return self.pool.allocator.num_free + cached
 
     @property
     def has_work(self) -> bool:
@@ -130,7 +145,9 @@ class Engine:
         if request_id in self._sequences:
             raise ValueError(f"there is a request {request_id!r} already")
         limit = min(params.max_tokens, self.model.config.context - len(ids) + 1)
-        cache, eos_ids = PagedKVCache(self.pool), self.model.config.eos_ids
+        shares = self.prefixes is not None
+        cache = SharedKVCache(self.prefixes) if shares else PagedKVCache(self.pool)
+        eos_ids = self.model.config.eos_ids
         sequence = Sequence(request_id, ids, params, cache, limit, eos_ids, self.tokenizer)
         self._sequences[request_id] = sequence
         self.scheduler.add(sequence)

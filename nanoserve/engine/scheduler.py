@@ -2,7 +2,7 @@
 
 from collections import deque
 
-from nanoserve.cache import BlockAllocator, KVCacheExhausted
+from nanoserve.cache import BlockAllocator, KVCacheExhausted, PrefixCache
 from nanoserve.engine.sequence import Sequence
 
 
@@ -75,7 +75,10 @@ class Scheduler:
         return self.max_batch_tokens - sum(self._step.values())
 
     def _others_wait(self, sequence: Sequence) -> bool:
-        """Whether another prompt has tokens to compute that are not in the step yet."""
+        """Whether another prompt has tokens to compute that are not in the step yet. False for a
+        decode, which no other request limits."""
+        if sequence.num_uncomputed == 1:
+            return False
         prompts = (s for s in self.running if s.num_uncomputed > 1 and s is not sequence)
         return bool(self.waiting) or any(s.num_uncomputed > self._step.get(s, 0) for s in prompts)
 
@@ -106,5 +109,46 @@ def chunk(num_uncomputed: int, tokens_left: int, budget: int, others_wait: bool)
 
     A prompt gets at most half of the budget while other prompts wait, but at least one token.
     """
-    most = max(1, budget // 2) if others_wait and num_uncomputed > 1 else budget
+    most = max(1, budget // 2) if others_wait else budget
     return min(num_uncomputed, tokens_left, most)
+
+
+class PrefixScheduler(Scheduler):
+    """A scheduler whose requests begin with the blocks that hold the start of their tokens.
+
+    Every request's cache is a SharedKVCache. A block is shared after the step that filled it.
+    """
+
+    def __init__(
+        self, prefixes: PrefixCache, max_num_seqs: int = 64, max_batch_tokens: int = 2048
+    ) -> None:
+        """As for Scheduler."""
+        super().__init__(prefixes, max_num_seqs, max_batch_tokens)
+        self._prefixes = prefixes
+
+    def schedule(self) -> dict[Sequence, int]:
+        """Share the blocks that the last step filled, then choose the next step."""
+        for sequence in self.running:
+            sequence.cache.share(sequence.ids)
+        return super().schedule()
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take out a request. Its full blocks stay in the prefix cache until they are evicted."""
+        sequence.cache.share(sequence.ids)
+        super().remove(sequence)
+
+    def _can_admit(self, sequence: Sequence) -> bool:
+        """Whether one more request may run: the blocks that are free, cached, or in the table of
+        a request that runs, and hold its start, are enough for its tokens so far."""
+        if len(self.running) >= self.max_num_seqs:
+            return False
+        needed = -(-len(sequence.ids) // self._prefixes.block_size)
+        found = self._prefixes.find(sequence.ids)
+        shared = sum(self._prefixes.references(block) > 0 for block in found)
+        return needed - shared <= self._prefixes.num_free + self._prefixes.num_cached
+
+    def _take(self, sequence: Sequence) -> None:
+        """Take a request's prefix from the cache first, if it has computed nothing yet."""
+        if sequence in self.running and not sequence.cache.table.blocks:
+            sequence.cache.reuse(sequence.ids)
+        super()._take(sequence)

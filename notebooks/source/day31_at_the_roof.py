@@ -765,7 +765,8 @@ LANES = 1 << 18  # scores of one loop iteration, over all programs of a wave
 
 @lru_cache(maxsize=16)
 def _tables_of(slot_mapping: torch.Tensor, _version: int, query_len: int) -> PagedTables:
-    return PagedTables.from_slots(slot_mapping, query_len)
+    with torch.inference_mode(False):  # made in that mode, nothing derived from them would be kept
+        return PagedTables.from_slots(slot_mapping, query_len)
 
 
 def _packed(q: torch.Tensor) -> torch.Tensor:

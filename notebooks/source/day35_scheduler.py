@@ -311,38 +311,10 @@ class Engine:
     An engine belongs to one thread.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        tokenizer: Tokenizer | None,
-        num_blocks: int | None = None,
-        block_size: int = BLOCK_SIZE,
-        max_num_seqs: int = 64,
-        max_batch_tokens: int = 2048,
-    ) -> None:
-        """num_blocks: the size of the pool, by default that of default_num_blocks.
-
-        At most max_num_seqs requests run at a time, and max_batch_tokens tokens in a step. Without
-        a tokenizer, outputs have no text. Raises ValueError if a number is below 1.
-        """
-        if num_blocks is None:
-            num_blocks = default_num_blocks(model, block_size)
-        self.model, self.tokenizer = model, tokenizer
-        self.pool = KVPool(model.config, num_blocks, block_size, model.dtype, model.device)
-        self.scheduler = Scheduler(self.pool.allocator, max_num_seqs, max_batch_tokens)
-        self._sequences: dict[str, Sequence] = {}
-        self._aborted: list[Output] = []  # for the next step to return
-        self._numbers = count()
-
     @property
     def num_blocks(self) -> int:
         """The number of blocks in the pool."""
         return self.pool.allocator.num_blocks
-
-    @property
-    def num_free_blocks(self) -> int:
-        """The number of blocks that no request holds."""
-        return self.pool.allocator.num_free
 
     @property
     def has_work(self) -> bool:
@@ -369,27 +341,6 @@ class Engine:
                 f"{self.num_blocks})"
             )
         return ids
-
-    def add(
-        self, prompt_ids: Iterable[int], params: SamplingParams, request_id: str | None = None
-    ) -> str:
-        """Queue a request and return its id, by default a new one.
-
-        Raises ValueError, and changes nothing, for the id of a request that is not finished and for
-        a request that `check` refuses.
-        """
-        ids = self.check(prompt_ids, params)
-        if request_id is None:
-            names = (f"request-{number}" for number in self._numbers)
-            request_id = next(name for name in names if name not in self._sequences)
-        if request_id in self._sequences:
-            raise ValueError(f"there is a request {request_id!r} already")
-        limit = min(params.max_tokens, self.model.config.context - len(ids) + 1)
-        cache, eos_ids = PagedKVCache(self.pool), self.model.config.eos_ids
-        sequence = Sequence(request_id, ids, params, cache, limit, eos_ids, self.tokenizer)
-        self._sequences[request_id] = sequence
-        self.scheduler.add(sequence)
-        return request_id
 
     @torch.no_grad()
     def step(self) -> list[Output]:
@@ -432,6 +383,59 @@ class Engine:
     def _end(self, sequence: Sequence) -> None:
         del self._sequences[sequence.request_id]
         self.scheduler.remove(sequence)
+
+
+# %% jupyter={"source_hidden": true}
+# until day 38: lands in nanoserve/engine/engine.py: Engine.num_free_blocks, Engine.add
+class Engine(Engine):
+    def __init__(
+        self,
+        model: Model,
+        tokenizer: Tokenizer | None,
+        num_blocks: int | None = None,
+        block_size: int = BLOCK_SIZE,
+        max_num_seqs: int = 64,
+        max_batch_tokens: int = 2048,
+    ) -> None:
+        """num_blocks: the size of the pool, by default that of default_num_blocks.
+
+        At most max_num_seqs requests run at a time, and max_batch_tokens tokens in a step. Without
+        a tokenizer, outputs have no text. Raises ValueError if a number is below 1.
+        """
+        if num_blocks is None:
+            num_blocks = default_num_blocks(model, block_size)
+        self.model, self.tokenizer = model, tokenizer
+        self.pool = KVPool(model.config, num_blocks, block_size, model.dtype, model.device)
+        self.scheduler = Scheduler(self.pool.allocator, max_num_seqs, max_batch_tokens)
+        self._sequences: dict[str, Sequence] = {}
+        self._aborted: list[Output] = []  # for the next step to return
+        self._numbers = count()
+
+    @property
+    def num_free_blocks(self) -> int:
+        """The number of blocks that no request holds."""
+        return self.pool.allocator.num_free
+
+    def add(
+        self, prompt_ids: Iterable[int], params: SamplingParams, request_id: str | None = None
+    ) -> str:
+        """Queue a request and return its id, by default a new one.
+
+        Raises ValueError, and changes nothing, for the id of a request that is not finished and for
+        a request that `check` refuses.
+        """
+        ids = self.check(prompt_ids, params)
+        if request_id is None:
+            names = (f"request-{number}" for number in self._numbers)
+            request_id = next(name for name in names if name not in self._sequences)
+        if request_id in self._sequences:
+            raise ValueError(f"there is a request {request_id!r} already")
+        limit = min(params.max_tokens, self.model.config.context - len(ids) + 1)
+        cache, eos_ids = PagedKVCache(self.pool), self.model.config.eos_ids
+        sequence = Sequence(request_id, ids, params, cache, limit, eos_ids, self.tokenizer)
+        self._sequences[request_id] = sequence
+        self.scheduler.add(sequence)
+        return request_id
 
 
 # %% [markdown]

@@ -3,6 +3,7 @@
 import gc
 import json
 import threading
+from collections import Counter
 from functools import cache, partial
 from pathlib import Path
 
@@ -76,12 +77,16 @@ def finish(engine: Engine) -> dict[str, list[Output]]:
 
 
 def check_blocks(engine: Engine) -> None:
-    """Free and owned blocks are all blocks, no block has two owners, and each table covers its
-    tokens; requests that wait hold none; the order is that of arrival."""
+    """Free, cached and referenced blocks are all blocks; only a known block has two tables, and it
+    is full; each table covers its tokens; requests that wait hold none; the order is that of
+    arrival."""
     scheduler, allocator = engine.scheduler, engine.pool.allocator
-    owned = [b for s in scheduler.running for b in s.cache.table.blocks]
-    assert sorted(owned + allocator._free) == list(range(engine.num_blocks))
-    assert engine.num_free_blocks == engine.num_blocks - len(owned)
+    tables = Counter(b for s in scheduler.running for b in s.cache.table.blocks)
+    cached = [] if engine.prefixes is None else list(engine.prefixes._cached)
+    assert sorted([*tables, *cached, *allocator._free]) == list(range(engine.num_blocks))
+    assert engine.num_free_blocks == engine.num_blocks - len(tables)
+    assert allocator.num_free == engine.num_free_blocks - len(cached)
+    check_known_blocks(engine, tables)
     for sequence in scheduler.running:
         assert sequence.cache.seq_len <= sequence.cache.table.capacity
         assert sequence.num_uncomputed > 0
@@ -94,6 +99,25 @@ def check_blocks(engine: Engine) -> None:
     live = [*scheduler.running, *scheduler.waiting]
     order = list(engine._sequences.values())
     assert live == sorted(live, key=order.index) and len(live) == len(order)
+
+
+def check_known_blocks(engine: Engine, tables: Counter[int]) -> None:
+    """References are counted; the tokens of a known block are those of every table that has it; no
+    block is written that another table has, and cached blocks hold numbers, free ones poison."""
+    known = {} if engine.prefixes is None else engine.prefixes._prefixes
+    for block, count in tables.items():
+        assert count == 1 or block in known
+    for block in known:
+        assert engine.prefixes.references(block) == tables[block]
+    size = engine.pool.allocator.block_size
+    for sequence in engine.scheduler.running:
+        for i, block in enumerate(sequence.cache.table.blocks):
+            if block in known:
+                assert (i + 1) * size <= sequence.cache.seq_len
+                assert known[block].tokens == tuple(sequence.ids[i * size : (i + 1) * size])
+    blank = engine.pool.k[0, :, 0, 0].isnan().view(-1, size)
+    assert not blank[list(known)].any()
+    assert blank[engine.pool.allocator._free].all()
 
 
 def ids_of(outputs: list[Output]) -> list[int]:
@@ -118,7 +142,6 @@ def test_the_reference_prompts_in_one_batch_get_the_tokens_of_transformers(num_b
     assert {name: ids_of(outputs[name]) for name in REFERENCE} == {
         name: case["greedy_ids"] for name, case in REFERENCE.items()
     }
-    assert (engine.scheduler.num_preemptions > 0) == (num_blocks is not None)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -5,25 +5,35 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from nanoserve import SamplingParams
-from nanoserve.cache import KVPool
+from nanoserve import cache as cache_module
+from nanoserve.cache import KVPool, chained_hash
 from nanoserve.engine import Engine
 from nanoserve.engine import engine as module
 from tests.engine.test_engine import alone, assert_same_tokens, check_blocks, prompt_of, tiny
 
+SYSTEM = prompt_of(24, 77)
+
 
 class Requests(RuleBasedStateMachine):
-    """Adds, aborts and steps; at the end every request has the tokens that it gets alone."""
+    """Adds, aborts and steps; at the end every request has the tokens that it gets alone.
+
+    Prompts begin with equal tokens. `bits` keeps that many values of the hash of a block: with 0
+    all hashes are equal.
+    """
 
     @initialize(
         blocks=st.integers(1, 12),
         size=st.integers(1, 9),
         seqs=st.integers(1, 6),
         budget=st.sampled_from([1, 2, 5, 16, 200]),
+        sharing=st.booleans(),
+        bits=st.sampled_from([-1, -1, 1, 0]),
     )
-    def start(self, blocks, size, seqs, budget):
+    def start(self, blocks, size, seqs, budget, sharing, bits):
+        cache_module.chained_hash = lambda *block: chained_hash(*block) & bits
         pool, module.KVPool = module.KVPool, lambda *args: KVPool(*args, poison=True)
         try:
-            self.engine = Engine(tiny(), None, blocks, size, seqs, budget)
+            self.engine = Engine(tiny(), None, blocks, size, seqs, budget, sharing)
         finally:
             module.KVPool = pool
         self.slots = blocks * size
@@ -35,9 +45,10 @@ class Requests(RuleBasedStateMachine):
         seed=st.integers(0, 3),
         max_tokens=st.integers(1, 20),
         sampled=st.booleans(),
+        prefix=st.sampled_from([0, 0, 3, 8, 9, 16, 24]),
     )
-    def add(self, length, seed, max_tokens, sampled):
-        prompt = prompt_of(length, seed)
+    def add(self, length, seed, max_tokens, sampled, prefix):
+        prompt = (SYSTEM[:prefix] + prompt_of(40, seed))[:length]
         options = {"temperature": 0.8, "seed": seed, "frequency_penalty": 0.5} if sampled else {}
         params = SamplingParams(max_tokens=max_tokens, **options)
         if length + max_tokens > self.slots:
@@ -86,6 +97,12 @@ class Requests(RuleBasedStateMachine):
             check_blocks(self.engine)
 
     def teardown(self):
+        try:
+            self.to_the_end()
+        finally:
+            cache_module.chained_hash = chained_hash
+
+    def to_the_end(self):
         if not hasattr(self, "engine"):
             return
         # each step computes a token or more; what is computed again is bounded too
