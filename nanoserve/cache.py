@@ -1,8 +1,10 @@
 """The KV cache: keys and values of past tokens, contiguous or in the blocks of a pool."""
 
+import math
 from collections.abc import Sequence
 from itertools import accumulate
 
+import numpy as np
 import torch
 
 from nanoserve.config import ModelConfig
@@ -48,7 +50,8 @@ class NaiveKVCache:
             needed = max(needed, 2 * self._capacity)
         self._capacity = max(needed, self._capacity)
         shape = (self._config.num_layers, self._config.n_kv, self._capacity, self._config.head_dim)
-        k, v = like.new_empty(shape), like.new_empty(shape)
+        with torch.inference_mode(False):  # else only that mode could write to this memory
+            k, v = like.new_empty(shape), like.new_empty(shape)
         if self._k is not None:
             k[:, :, : self.seq_len] = self._k[:, :, : self.seq_len]
             v[:, :, : self.seq_len] = self._v[:, :, : self.seq_len]
@@ -165,11 +168,11 @@ class KVPool:
     ) -> None:
         self.allocator = BlockAllocator(num_blocks, block_size)
         shape = (config.num_layers, num_blocks * block_size, config.n_kv, config.head_dim)
-        fill = torch.nan if poison else 0.0
-        self.k = torch.full(shape, fill, dtype=dtype, device=device)
-        self.v = torch.full(shape, fill, dtype=dtype, device=device)
+        self.k, self.v = (_zeros(shape, dtype, device) for _ in "kv")
         self._poison = poison
         if poison:
+            self.k.fill_(torch.nan)
+            self.v.fill_(torch.nan)
             self.allocator.free = self._free_poisoned
 
     def _free_poisoned(self, block_id: int) -> None:
@@ -188,6 +191,17 @@ class KVPool:
             self.k[:, block * size : (block + 1) * size] = torch.nan
             self.v[:, block * size : (block + 1) * size] = torch.nan
         table.free()
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str | torch.device) -> torch.Tensor:
+    """A tensor of zeros. On a CPU, a page of memory is taken when it is first written.
+
+    numpy.zeros asks the operating system for pages of zeros; torch.zeros writes the zeros itself.
+    """
+    if torch.device(device).type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    memory = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(memory).view(dtype).view(shape)
 
 
 class PagedKVCache:
@@ -272,7 +286,8 @@ class PagedKVCache:
             return
         self.table.grow(end)
         if end > len(self._slots):  # the buffer doubles, so that a step costs O(1) on average
-            longer = self._slots.new_empty(max(end, 2 * len(self._slots)))
+            with torch.inference_mode(False):  # else only that mode could write to this memory
+                longer = self._slots.new_empty(max(end, 2 * len(self._slots)))
             longer[: self._mapped] = self._slots[: self._mapped]
             self._slots = self._step_slots = longer
         fresh = [self.table.slot(position) for position in range(self._mapped, end)]
@@ -396,3 +411,192 @@ def _check_step(caches: Sequence[PagedKVCache], query_lens: Sequence[int]) -> No
         first = seen.setdefault(id(cache), i)
         if first != i:
             raise ValueError(f"sequences {first} and {i} are the same cache")
+
+
+def chained_hash(before: int, tokens: Sequence[int]) -> int:
+    """The hash of a block: of its tokens in order, and of `before`, the hash of the block before
+    it (0 for the first block). So it stands for all tokens up to the block's end."""
+    return hash((before, *tokens))
+
+
+def shareable_blocks(num_tokens: int, block_size: int) -> int:
+    """How many blocks of num_tokens tokens may come from the cache.
+
+    Only full blocks, and never the last token: its hidden state gives the first logits.
+    """
+    return (num_tokens - 1) // block_size
+
+
+class Prefix:
+    """The tokens of a full block, and all tokens before them.
+
+    Two prefixes are equal if all their tokens are equal. A dict finds a prefix by its hash and then
+    compares the tokens, so a collision of hashes shares nothing.
+    """
+
+    def __init__(self, before: "Prefix | None", tokens: Sequence[int]) -> None:
+        """before: the prefix that ends where the block begins, or None for the first block."""
+        self.before, self.tokens = before, tuple(tokens)
+        self._hash = chained_hash(0 if before is None else hash(before), self.tokens)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        a, b = self, other
+        while a is not b:  # one object stands for equal tokens: the rest need not be compared
+            if not (isinstance(a, Prefix) and isinstance(b, Prefix)) or a.tokens != b.tokens:
+                return False
+            a, b = a.before, b.before
+        return True
+
+
+class PrefixCache:
+    """Shares the full blocks of a pool between sequences. Tables use it in place of the allocator.
+
+    Each block is free, referenced (in one table or more) or cached (in no table, its content kept).
+    Invariant: free + cached + referenced = num_blocks. A known block can be found by its tokens; a
+    block that is not known has one owner. Only full blocks are known, and nothing writes to them.
+    """
+
+    def __init__(self, pool: KVPool) -> None:
+        self.pool = pool
+        self._allocator = pool.allocator
+        self._blocks: dict[Prefix, int] = {}  # the known blocks
+        self._prefixes: dict[int, Prefix] = {}  # the same, by block
+        self._references: dict[int, int] = {}  # the number of tables that have a known block
+        self._cached: dict[int, None] = {}  # least recently used first
+
+    @property
+    def num_blocks(self) -> int:
+        """The number of blocks in the pool."""
+        return self._allocator.num_blocks
+
+    @property
+    def block_size(self) -> int:
+        """The number of slots in a block."""
+        return self._allocator.block_size
+
+    @property
+    def num_free(self) -> int:
+        """The number of free blocks, without the cached ones."""
+        return self._allocator.num_free
+
+    @property
+    def num_cached(self) -> int:
+        """The number of blocks that are in no table and keep their content."""
+        return len(self._cached)
+
+    def references(self, block_id: int) -> int:
+        """The number of tables that have a known block; 0 for a block that is not known."""
+        return self._references.get(block_id, 0)
+
+    def find(self, ids: Sequence[int]) -> list[int]:
+        """The known blocks that hold the start of ids, in order: at most shareable_blocks."""
+        size, blocks, prefix = self.block_size, [], None
+        for i in range(shareable_blocks(len(ids), size)):
+            block = self._blocks.get(Prefix(prefix, ids[i * size : (i + 1) * size]))
+            if block is None:
+                break
+            blocks.append(block)
+            prefix = self._prefixes[block]
+        return blocks
+
+    def take(self, ids: Sequence[int]) -> list[int]:
+        """Find the blocks that hold the start of ids, for one more table."""
+        blocks = self.find(ids)
+        for block in blocks:
+            self._references[block] += 1
+            self._cached.pop(block, None)
+        return blocks
+
+    def add(self, block_id: int, prefix: Prefix) -> None:
+        """Make a full block known. Call this after the step that filled the block.
+
+        If the same tokens are known in another block, this one stays with its one owner.
+        """
+        if prefix not in self._blocks:
+            self._blocks[prefix], self._prefixes[block_id] = block_id, prefix
+            self._references[block_id] = 1
+
+    def allocate_for(self, num_tokens: int) -> list[int]:
+        """As BlockAllocator.allocate_for. If too few blocks are free, evicts cached blocks.
+
+        Raises KVCacheExhausted, and evicts nothing, if both together are too few.
+        """
+        missing = -(-num_tokens // self.block_size) - self.num_free
+        if missing > self.num_cached:
+            raise KVCacheExhausted(
+                f"{missing + self.num_free} blocks are needed, {self.num_free} are free and "
+                f"{self.num_cached} are cached"
+            )
+        for _ in range(missing):
+            self._evict()
+        return self._allocator.allocate_for(num_tokens)
+
+    def free(self, block_id: int) -> None:
+        """Give back a table's reference to a block. Raises ValueError if no table has the block.
+
+        A known block that no table has any more becomes cached. Any other block becomes free.
+        """
+        if block_id not in self._prefixes:
+            self._release(block_id)
+            return
+        if self._references[block_id] == 0:
+            raise ValueError(f"block {block_id} is in no table")
+        self._references[block_id] -= 1
+        if self._references[block_id] == 0:
+            self._cached[block_id] = None
+
+    def _evict(self) -> None:
+        """Forget the least recently used cached block, and free it."""
+        block_id = next(iter(self._cached))
+        del self._cached[block_id], self._references[block_id]
+        del self._blocks[self._prefixes.pop(block_id)]
+        self._release(block_id)
+
+    def _release(self, block_id: int) -> None:
+        """Give a block back to the pool, which poisons the block if it has poison."""
+        table = BlockTable(self._allocator)
+        table.blocks.append(block_id)
+        self.pool.release(table)
+
+
+class SharedKVCache(PagedKVCache):
+    """The paged KV cache of one sequence that shares full blocks through a PrefixCache."""
+
+    def __init__(self, prefixes: PrefixCache) -> None:
+        super().__init__(prefixes.pool)
+        self.table = BlockTable(prefixes)
+        self._prefixes = prefixes
+        self._chain: list[Prefix] = []  # one for each block that was taken or shared
+
+    def reuse(self, ids: Sequence[int]) -> None:
+        """Begin an empty cache with the known blocks that hold the start of ids.
+
+        Raises ValueError if the cache has tokens or blocks.
+        """
+        if self.seq_len or self.table.blocks:
+            raise ValueError(f"the cache is not empty: it holds {self.seq_len} tokens")
+        self.table.blocks += self._prefixes.take(ids)
+        self.seq_len = self.table.capacity
+        self._extend(ids)
+
+    def share(self, ids: Sequence[int]) -> None:
+        """Make the blocks known that are full. ids begins with the tokens that the cache holds."""
+        for i in range(len(self._chain), self._extend(ids)):
+            self._prefixes.add(self.table.blocks[i], self._chain[i])
+
+    def free(self) -> None:
+        """Give every block back and set the length to 0; a second call does nothing."""
+        self.table.free()
+        self._chain.clear()
+        self.seq_len = self._mapped = 0
+
+    def _extend(self, ids: Sequence[int]) -> int:
+        """Chain the prefixes of all full blocks; return how many blocks are full."""
+        size = self.pool.allocator.block_size
+        for i in range(len(self._chain), self.seq_len // size):
+            before = self._chain[-1] if self._chain else None
+            self._chain.append(Prefix(before, ids[i * size : (i + 1) * size]))
+        return len(self._chain)

@@ -1,17 +1,22 @@
-"""Generation: one loop from a prompt to text, with or without a cache, whole or as a stream."""
+"""Generation: from a prompt to text, whole or as a stream, in a loop of its own or in an engine."""
 
+import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
-from numbers import Integral
 from pathlib import Path
 
 import torch
 
 from nanoserve.cache import BLOCK_SIZE, KVPool, NaiveKVCache, PagedKVCache
+from nanoserve.engine.engine import Engine, check_prompt
+from nanoserve.engine.sequence import Output
 from nanoserve.layers import Cache
 from nanoserve.model import Model, load_model
 from nanoserve.sampling import Sample, SamplingParams, make_generator, sample
-from nanoserve.tokenizer import Detokenizer, Tokenizer, load_tokenizer
+from nanoserve.tokenizer import Detokenizer, StopStrings, Tokenizer, load_tokenizer
 
 CACHES = ("paged", "naive")
 
@@ -75,47 +80,9 @@ def next_logits(model: Model, ids: Sequence[int], cache: Cache | None = None) ->
 
     Computes the head for the last position only: the head is a fifth of SmolLM2's weights.
     """
-    hidden = model.hidden(torch.tensor([ids], device=model.device), cache)
+    with torch.inference_mode():  # about a thousand small operations start faster in this mode
+        hidden = model.hidden(torch.tensor([ids], device=model.device), cache)
     return model.head(hidden[0, -1]).float()
-
-
-class StopStrings:
-    """Holds text back while it may be the beginning of a stop string."""
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = stops
-        self._held = ""
-        self.found = False
-
-    def add(self, piece: str) -> str:
-        """Return the text that can be shown now; "" after the first stop string."""
-        if self.found:
-            return ""
-        text = self._held + piece
-        found = [(text.find(s) + len(s), text.find(s)) for s in self._stops if s in text]
-        if found:  # the stop string that ends first, however the text is cut into pieces
-            self.found, self._held = True, ""
-            return text[: min(found)[1]]
-        keep = self._undecided(text)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
-
-    def finish(self) -> str:
-        """Return the text that is still held back."""
-        text, self._held = self._held, ""
-        return text
-
-    def _undecided(self, text: str) -> int:
-        """The length of the longest suffix of text that is a prefix of a stop string."""
-        longest = max((len(stop) - 1 for stop in self._stops), default=0)
-        return next(
-            (
-                n
-                for n in range(min(longest, len(text)), 0, -1)
-                if any(stop.startswith(text[-n:]) for stop in self._stops)
-            ),
-            0,
-        )
 
 
 class Stream:
@@ -162,6 +129,10 @@ class Stream:
         if stop.found:
             self.finish_reason = "stop"
 
+    def close(self) -> None:
+        """End the stream: no more tokens are computed for it."""
+        self._pieces.close()
+
     @property
     def completion(self) -> Completion:
         """The whole result; runs the rest of the stream first."""
@@ -169,6 +140,120 @@ class Stream:
             pass
         logprobs = None if self._params.logprobs is None else self._logprobs
         return Completion(self.text, self.token_ids, self.finish_reason, logprobs)
+
+
+class SharedEngine:
+    """An engine that several streams use, in one thread or in several: one step at a time.
+
+    Whichever stream needs an output runs a step, and keeps the outputs of the other streams for
+    them.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._lock = threading.Lock()
+        self._outputs: dict[str, deque[Output]] = {}  # those that no stream has read yet
+        self._dropped: deque[str] = deque()  # requests to abort
+
+    def add(self, prompt_ids: list[int], params: SamplingParams) -> str:
+        """Queue a request and return its id; errors as for Engine.add."""
+        with self._lock:
+            request_id = self.engine.add(prompt_ids, params)
+            self._outputs[request_id] = deque()
+            return request_id
+
+    def run(self, prompt_ids: list[int], params: SamplingParams) -> Iterator[Output]:
+        """Queue a request at the first iteration, then yield its outputs."""
+        yield from self.outputs(self.add(prompt_ids, params))
+
+    def outputs(self, request_id: str) -> Iterator[Output]:
+        """Yield the outputs of a queued request. Closing the generator aborts the request."""
+        try:
+            finished = False
+            while not finished:
+                output = self._next(request_id)
+                finished = output.finish_reason is not None
+                yield output
+        finally:
+            self.drop(request_id)
+
+    def drop(self, request_id: str) -> None:
+        """Abort a request, unless it is finished, and forget its outputs.
+
+        Python may call this during a step, when it collects a stream. The lock is taken then, and
+        the next call that takes the lock aborts the request.
+        """
+        self._dropped.append(request_id)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._abort_dropped()
+            finally:
+                self._lock.release()
+
+    def _next(self, request_id: str) -> Output:
+        """The next output of a request; runs steps until there is one."""
+        while True:
+            with self._lock:
+                self._abort_dropped()
+                if self._outputs[request_id]:
+                    return self._outputs[request_id].popleft()
+                for output in self.engine.step():
+                    if output.request_id in self._outputs:
+                        self._outputs[output.request_id].append(output)
+
+    def _abort_dropped(self) -> None:
+        while self._dropped:
+            request_id = self._dropped.popleft()
+            self._outputs.pop(request_id, None)
+            self.engine.abort(request_id)
+
+
+class EngineStream(Stream):
+    """A stream whose tokens come from an engine, which may run other requests too."""
+
+    def __init__(self, outputs: Iterator[Output], params: SamplingParams) -> None:
+        self.token_ids: list[int] = []
+        self.text = ""
+        self.finish_reason = "length"
+        self._logprobs: list[Sample] = []
+        self._params = params
+        self._pieces = outputs
+
+    def __iter__(self) -> Iterator[str]:
+        for output in self._pieces:
+            if output.finish_reason == "abort":
+                raise RuntimeError("the request has ended: a step of the engine failed")
+            self.token_ids.append(output.token_id)
+            self._logprobs.append(output.sample)
+            self.finish_reason = output.finish_reason or "length"
+            if output.text:
+                self.text += output.text
+                yield output.text
+
+
+@contextmanager
+def single_sequence() -> Iterator[None]:
+    """Within the `with` block an LLM runs each prompt by itself, with a new cache: the loop of
+    generate_tokens. For comparisons, and for the answers to the days before the engine."""
+    token = _single_sequence.set(True)
+    try:
+        yield
+    finally:
+        _single_sequence.reset(token)
+
+
+_single_sequence: ContextVar[bool] = ContextVar("single_sequence", default=False)
+
+
+Prompt = str | Sequence[int]  # text, or token ids, which are used unchanged
+
+
+def prompts_of(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or several, as a list. Raises ValueError for anything else."""
+    if not isinstance(prompts, str) and not hasattr(prompts, "__len__"):
+        raise ValueError(f"prompts must be text, token ids, or a list of them, got {prompts!r}")
+    single = isinstance(prompts, str) or (len(prompts) and not isinstance(prompts[0], Sequence))
+    return [prompts] if single else list(prompts)
 
 
 class LLM:
@@ -181,31 +266,48 @@ class LLM:
         device: str | torch.device = "cpu",
         cache: str | None = "paged",
         quantization: str | None = None,
+        num_blocks: int | None = None,
     ) -> None:
         """source, dtype, device, quantization as for load_model; cache "paged", "naive", or None
-        for no cache."""
+        for no cache.
+
+        With "paged", all prompts share one pool of num_blocks blocks, by default as many as
+        default_num_blocks says. Otherwise each prompt runs by itself.
+        """
         if cache is not None and cache not in CACHES:
             known = ", ".join(map(repr, CACHES))
             raise ValueError(f"cache {cache!r} is not known; supported: {known}, None")
         self.model = load_model(source, dtype, device, quantization)
         self.tokenizer = load_tokenizer(source)
         self._cache = cache
+        self._shared = None
+        if cache == "paged":
+            self._shared = SharedEngine(Engine(self.model, self.tokenizer, num_blocks))
 
     def generate(
         self,
-        prompts: str | Sequence[int] | Sequence[str | Sequence[int]],
+        prompts: Prompt | list[Prompt],
         params: SamplingParams | None = None,
     ) -> list[Completion]:
         """Complete one prompt or several. A prompt is text, or token ids, which are used unchanged.
 
-        Raises ValueError, before the model runs, for a prompt that is empty or longer than the
-        model's context, and for an id outside the vocabulary.
+        Several prompts run together. Raises ValueError, before the model runs, for a prompt that is
+        empty or longer than the model's context, for an id outside the vocabulary, and for a prompt
+        and max_tokens that need more blocks than the pool has.
         """
-        if not isinstance(prompts, str) and not hasattr(prompts, "__len__"):
-            raise ValueError(f"prompts must be text, token ids, or a list of them, got {prompts!r}")
-        single = isinstance(prompts, str) or (len(prompts) and not isinstance(prompts[0], Sequence))
-        checked = [self._prompt_ids(prompt) for prompt in ([prompts] if single else prompts)]
-        return [self.stream(ids, params).completion for ids in checked]
+        checked = [self._prompt_ids(prompt) for prompt in prompts_of(prompts)]
+        if _single_sequence.get() or self._shared is None:
+            return [self.stream(ids, params).completion for ids in checked]
+        params = SamplingParams() if params is None else params
+        requests: list[str] = []
+        try:
+            for ids in checked:
+                requests.append(self._shared.add(ids, params))
+            streams = [EngineStream(self._shared.outputs(each), params) for each in requests]
+            return [stream.completion for stream in streams]
+        finally:
+            for each in requests:
+                self._shared.drop(each)
 
     def chat(
         self, messages: list[dict[str, str]], params: SamplingParams | None = None
@@ -213,11 +315,14 @@ class LLM:
         """Complete a conversation [{"role": "user", "content": …}, …]; errors as for generate."""
         return self.stream(self.chat_ids(messages), params).completion
 
-    def stream(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> Stream:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Stream:
         """Complete one prompt as a stream of pieces of text; errors as generate, at once."""
         ids, params = self._prompt_ids(prompt), SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise ValueError(f"params must be a SamplingParams, got {params!r}")
+        if not _single_sequence.get() and self._shared is not None:
+            self._shared.engine.check(ids, params)
+            return EngineStream(self._shared.run(ids, params), params)
         tokens = min(len(ids) + params.max_tokens, self.model.config.context)
         cache = new_cache(self._cache, self.model, tokens)
         return Stream(self.model, self.tokenizer, ids, params, cache)
@@ -226,22 +331,9 @@ class LLM:
         """The token ids of a conversation in the checkpoint's chat template."""
         return self.tokenizer.encode(self.tokenizer.render_chat(messages), parse_special=True)
 
-    def _prompt_ids(self, prompt: str | Sequence[int]) -> list[int]:
+    def _prompt_ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             ids = self.tokenizer.prefix_ids + self.tokenizer.encode(prompt)
         else:
-            for i in prompt:
-                if isinstance(i, bool) or not isinstance(i, Integral):
-                    raise ValueError(f"a prompt must be text or integer token ids, got {i!r}")
-            ids = [int(i) for i in prompt]
-        config = self.model.config
-        if not ids:
-            raise ValueError("the prompt is empty")
-        if len(ids) > config.context:
-            raise ValueError(
-                f"the prompt has {len(ids)} tokens, the model's context holds {config.context}"
-            )
-        for i in ids:
-            if not 0 <= i < config.vocab_size:
-                raise ValueError(f"token id {i} is outside the vocabulary of {config.vocab_size}")
-        return ids
+            ids = prompt
+        return check_prompt(ids, self.model.config)

@@ -46,8 +46,7 @@ class Model:
     def hidden(self, ids: torch.Tensor, cache: Cache | None = None) -> torch.Tensor:
         """The final norm's output: ids [batch, seq] -> [batch, seq, hidden]; errors as __call__."""
         self._check(ids)
-        start = 0 if cache is None else cache.seq_len
-        cos, sin = self._rope(start, start + ids.shape[1])
+        cos, sin = self._angles(ids.shape[1], cache)
         x = embedding(ids, self.weights["model.embed_tokens.weight"], self.dtype)
         for index, layer in enumerate(self.layers):
             x = block(x, layer, cos, sin, self.config, cache, index)
@@ -69,6 +68,18 @@ class Model:
                     f"token id {low if low < 0 else high} is outside the vocabulary of "
                     f"{self.config.vocab_size}"
                 )
+
+    def _angles(self, seq: int, cache: Cache | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin at the positions of this step's tokens: [seq, head_dim] each.
+
+        A cache with `positions`, as PagedBatch has, names the position of each token. Otherwise the
+        tokens follow those in the cache.
+        """
+        if hasattr(cache, "positions"):
+            cos, sin = self._rope(0, cache.tables.max_kv_len)
+            return cos[cache.positions], sin[cache.positions]
+        start = 0 if cache is None else cache.seq_len
+        return self._rope(start, start + seq)
 
     def _rope(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin of positions start to stop. The tables double when they are too short."""

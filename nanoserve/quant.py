@@ -68,6 +68,10 @@ class Q4Weight:
         chosen = (t[ids.flatten()] for t in (self.numbers, self.scales, self.minimums))
         return _values(*chosen, self.parts, dtype).view(*ids.shape, -1)
 
+    def linear(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., in] times this weight -> [..., out], by q4_linear."""
+        return q4_linear(x, self)
+
     def equal(self, other: "Q4Weight") -> bool:
         """Whether all numbers, scales and minimums are equal."""
         return (

@@ -182,6 +182,45 @@ class Detokenizer:
         return self._decoder.decode(b"", final=True)
 
 
+class StopStrings:
+    """Holds text back while it may be the beginning of a stop string."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = stops
+        self._held = ""
+        self.found = False
+
+    def add(self, piece: str) -> str:
+        """Return the text that can be shown now; "" after the first stop string."""
+        if self.found:
+            return ""
+        text = self._held + piece
+        found = [(text.find(s) + len(s), text.find(s)) for s in self._stops if s in text]
+        if found:  # the stop string that ends first, however the text is cut into pieces
+            self.found, self._held = True, ""
+            return text[: min(found)[1]]
+        keep = self._undecided(text)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def finish(self) -> str:
+        """Return the text that is still held back."""
+        text, self._held = self._held, ""
+        return text
+
+    def _undecided(self, text: str) -> int:
+        """The length of the longest suffix of text that is a prefix of a stop string."""
+        longest = max((len(stop) - 1 for stop in self._stops), default=0)
+        return next(
+            (
+                n
+                for n in range(min(longest, len(text)), 0, -1)
+                if any(stop.startswith(text[-n:]) for stop in self._stops)
+            ),
+            0,
+        )
+
+
 def load_tokenizer(source: str | Path = "smollm2") -> Tokenizer:
     """The tokenizer of "smollm2", a folder in the Hugging Face layout, a .gguf file or a hub id.
 

@@ -181,7 +181,8 @@ def test_the_product_in_four_bits_compiles_for_every_gpu_and_fits_there(
     numbers = torch.zeros(num_out, width // 2, dtype=torch.uint8)
     kernels, x = Matvec(), torch.zeros(rows, width, dtype=dtype)
     found = matvec_launch(rows, width, divmod(capability, 10))
-    launch_matvec(kernels, x, numbers, scales, scales, found, 132)
+    overlap = capability >= 90
+    launch_matvec(kernels, x, numbers, scales, scales, found, 132, overlap)
     (recorder,) = (found for found in vars(kernels).values() if found.given)
     kernel = recorder.compiled(capability)
     assert kernel.asm["cubin"]
@@ -189,3 +190,4 @@ def test_the_product_in_four_bits_compiles_for_every_gpu_and_fits_there(
     if rows == 1:  # the weight goes from memory to registers: shared memory has only partial sums
         assert kernel.metadata.shared <= 4 * KIB
         assert "cvt.rn.f32.s32" not in kernel.asm["ptx"]  # no integer is converted
+        assert ("griddepcontrol.wait" in kernel.asm["ptx"]) == overlap

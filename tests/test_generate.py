@@ -2,6 +2,7 @@
 
 import json
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanoserve.cache import BLOCK_SIZE, KVPool, NaiveKVCache, PagedKVCache
+from nanoserve.cache import BLOCK_SIZE, KVPool, NaiveKVCache, PagedBatch, PagedKVCache
 from nanoserve.generate import (
     CACHES,
     LLM,
@@ -20,6 +21,7 @@ from nanoserve.generate import (
     generate_tokens,
     new_cache,
     next_logits,
+    single_sequence,
 )
 from nanoserve.kernels.dispatch import use_backend
 from nanoserve.model import load_model
@@ -240,9 +242,17 @@ def caches_that_are_made(llm: LLM, monkeypatch) -> list:
     return seen
 
 
-def test_the_default_cache_is_paged_and_new_for_each_text(tiny, monkeypatch):
+def test_by_default_all_prompts_of_a_list_share_each_step(tiny, monkeypatch):
     seen = caches_that_are_made(tiny, monkeypatch)
     tiny.generate([PROMPT, PROMPT], SamplingParams(max_tokens=2))
+    assert [type(cache) for cache in seen] == [PagedBatch] * 2
+    assert [len(cache.tables.kv_lens) for cache in seen] == [2, 2]
+
+
+def test_one_by_one_the_cache_is_paged_and_new_for_each_text(tiny, monkeypatch):
+    seen = caches_that_are_made(tiny, monkeypatch)
+    with single_sequence():
+        tiny.generate([PROMPT, PROMPT], SamplingParams(max_tokens=2))
     assert [type(cache) for cache in seen] == [PagedKVCache] * 4
     assert seen[0] is seen[1] is not seen[2] is seen[3]
 
@@ -256,7 +266,7 @@ def test_each_kind_of_cache_is_the_requested_one_and_gives_the_same_text(
     for temperature in (0.0, 1.0):
         params = SamplingParams(max_tokens=20, temperature=temperature, seed=3)
         assert llm.generate(PROMPT, params) == tiny.generate(PROMPT, params)
-    kinds = {"naive": NaiveKVCache, "paged": PagedKVCache, None: type(None)}
+    kinds = {"naive": NaiveKVCache, "paged": PagedBatch, None: type(None)}
     assert {type(cache) for cache in seen} == {kinds[kind]}
 
 
@@ -290,7 +300,8 @@ def test_a_cache_has_capacity_for_prompt_and_answer_and_at_most_for_the_context(
         "nanoserve.generate.new_cache",
         lambda kind, model, tokens: asked.append((kind, tokens)) or new_cache(kind, model, tokens),
     )
-    tiny.generate([7] * prompt, SamplingParams(max_tokens=max_tokens))
+    with single_sequence():
+        tiny.generate([7] * prompt, SamplingParams(max_tokens=max_tokens))
     assert asked == [("paged", capacity)]
 
 
@@ -365,15 +376,17 @@ def test_a_penalty_sees_the_prompt_and_the_output(tiny):
     assert len({*new, *PROMPT}) == 30 + len(PROMPT)  # none repeats, and none is of the prompt
 
 
-def test_penalties_are_told_the_prompt_from_the_output(tiny, monkeypatch):
+@pytest.mark.parametrize("module", ["nanoserve.generate", "nanoserve.engine.engine"])
+def test_penalties_are_told_the_prompt_from_the_output(module, tiny, monkeypatch):
     seen = []
 
     def spy(logits, params, generator, prompt_ids, output_ids):
         seen.append((list(prompt_ids), list(output_ids)))
         return sample(logits, params, generator, prompt_ids, output_ids)
 
-    monkeypatch.setattr("nanoserve.generate.sample", spy)
-    ids = tiny.generate(PROMPT, SamplingParams(max_tokens=4))[0].token_ids
+    monkeypatch.setattr(f"{module}.sample", spy)
+    with single_sequence() if module == "nanoserve.generate" else nullcontext():
+        ids = tiny.generate(PROMPT, SamplingParams(max_tokens=4))[0].token_ids
     assert seen == [(PROMPT, ids[:n]) for n in range(4)]
 
 
@@ -779,3 +792,15 @@ def test_a_chat_without_a_template_says_so(tmp_path):
     edit_json(tmp_path / "tokenizer_config.json", chat_template=...)
     with pytest.raises(ValueError, match="this checkpoint has no chat template"):
         LLM(tmp_path).chat([{"role": "user", "content": "hi"}])
+
+
+@pytest.mark.parametrize("kind", ["naive", "paged"])
+def test_a_cache_and_logits_of_next_logits_can_be_written_to_outside(kind, tmp_path):
+    """next_logits runs the layers in inference mode, whose tensors nothing else may change."""
+    model = load_model(write_checkpoint(tmp_path, max_position_embeddings=300))
+    cache = new_cache(kind, model, 200)
+    for _ in range(2):
+        next_logits(model, [1, 2, 3], cache)[0] = -1.0
+        with torch.no_grad():
+            assert model(torch.tensor([[4] * 70]), cache).shape[1] == 70
+    assert cache.seq_len == 146

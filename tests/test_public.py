@@ -28,6 +28,7 @@ ORDER = (
     "cache",
     "model",
     "sampling",
+    "engine",
     "generate",
     "oracle",
     "bench",
@@ -36,8 +37,10 @@ ORDER = (
 # quant calls its kernel, which uses the backend selection of the attention kernels.
 LATER = {"quant": "nanoserve.kernels.dequant_matvec"}  # imported in the function that needs it
 # The same within nanoserve.kernels.
-KERNELS = ("sizes", "tlsim", "reference", "paged_attention", "split_kv", "dispatch")
-SOURCES = ("paged_attention.py", "split_kv.py")  # of Triton kernels
+KERNELS = (
+    "sizes", "tlsim", "reference", "paged_attention", "split_kv", "dispatch", "dequant_matvec",
+)  # fmt: skip
+SOURCES = ("paged_attention.py", "split_kv.py", "dequant_matvec.py")  # of Triton kernels
 # Imports for functions only, not for modules: the engine runs where these packages are missing.
 ELSEWHERE = {
     "triton": {"kernels"},

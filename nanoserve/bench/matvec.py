@@ -34,9 +34,16 @@ def q4_bytes(num_out: int, width: int) -> int:
 
 @triton.jit
 def by_bytes_kernel(
-    x_ptr, byte_ptr, scale_ptr, minimum_ptr, y_ptr, num_out,
-    IN: tl.constexpr, OUT: tl.constexpr, BYTES: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    byte_ptr,
+    scale_ptr,
+    minimum_ptr,
+    y_ptr,
+    num_out,
+    IN: tl.constexpr,
+    OUT: tl.constexpr,
+    BYTES: tl.constexpr,
+):
     """The first step: a byte a lane; scale and minimum for each number. Programs: [out / OUT]."""
     out = (tl.program_id(0) * OUT + tl.arange(0, OUT)).to(tl.int64)
     acc = tl.zeros((OUT, BYTES), tl.float32)
@@ -57,9 +64,16 @@ def by_bytes_kernel(
 
 @triton.jit
 def by_groups_kernel(
-    x_ptr, word_ptr, scale_ptr, minimum_ptr, y_ptr, num_out,
-    IN: tl.constexpr, OUT: tl.constexpr, GROUPS: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    word_ptr,
+    scale_ptr,
+    minimum_ptr,
+    y_ptr,
+    num_out,
+    IN: tl.constexpr,
+    OUT: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
     """The second step: 16 bytes a thread; scale and minimum once for each group."""
     out = (tl.program_id(0) * OUT + tl.arange(0, OUT)).to(tl.int64)
     group = tl.arange(0, GROUPS)
@@ -152,7 +166,7 @@ def check_product(name: str, path: Path4, product: Product) -> None:
     """Raise WrongAnswer if a variant is not as near the float32 product as its dtype allows."""
     expected = product.x.float() @ product.weight.float().T
     apart = (path(product).float() - expected).norm() / expected.norm()
-    if not apart < 4 * torch.finfo(product.x.dtype).eps:
+    if not apart < 1e-5 + torch.finfo(product.x.dtype).eps:
         raise WrongAnswer(f"{name} is {float(apart):.1e} from the dequantised product")
 
 

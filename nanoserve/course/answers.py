@@ -13,13 +13,15 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from nanoserve.course import check as checking
-from nanoserve.course.curriculum import Number, find, key
+from nanoserve.course.curriculum import Number, find, key, position
 from nanoserve.course.exercise import CourseError, Exercise, locate
 from nanoserve.course.guard import Outcome, guarded, message_of
 from nanoserve.course.source import CannotSave, bare, module_source
 from nanoserve.course.store import Progress, work_dir, write_atomically, writing
+from nanoserve.generate import single_sequence
 from nanoserve.kernels.tlsim.launch import Kernel
 
+ENGINE = 34  # the first day of the engine for many requests
 MOVED = {"nanoserve.bench.read": "nanoserve.bench.attention"}  # renamed modules, for old answers
 
 
@@ -101,7 +103,8 @@ def saved_answers(day: Number, exercises: tuple[Exercise, ...]) -> list[Answer]:
 def installed(answers: list[Answer]) -> Iterator[None]:
     """Replace each target by its answer, in every module of the engine, until the block ends.
 
-    In the block, each answer counts its calls.
+    In the block, each answer counts its calls. With answers of days before ENGINE, an LLM runs each
+    prompt by itself, as on those days.
     """
     undo: list[tuple[Any, str, Any]] = []
 
@@ -111,6 +114,8 @@ def installed(answers: list[Answer]) -> Iterator[None]:
 
     contexts = contextlib.ExitStack()
     try:
+        if any(position(answer.day) < ENGINE for answer in answers if answer.definition):
+            contexts.enter_context(single_sequence())
         for answer in answers:
             if answer.definition is None or answer.exercise.target is None:
                 continue

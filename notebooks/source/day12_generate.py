@@ -221,7 +221,7 @@ today.check(StopStrings)
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/generate.py: StopStrings
+# lands in nanoserve/tokenizer.py: StopStrings
 class StopStrings:
     """Holds text back while it may be the beginning of a stop string."""
 
@@ -378,6 +378,10 @@ class Stream:
         if stop.found:
             self.finish_reason = "stop"
 
+    def close(self) -> None:
+        """End the stream: no more tokens are computed for it."""
+        self._pieces.close()
+
     @property
     def completion(self) -> Completion:
         """The whole result; runs the rest of the stream first."""
@@ -396,25 +400,20 @@ class Stream:
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/generate.py: LLM
+# lands in nanoserve/generate.py: Prompt, prompts_of, LLM
+Prompt = str | Sequence[int]  # text, or token ids, which are used unchanged
+
+
+def prompts_of(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or several, as a list. Raises ValueError for anything else."""
+    if not isinstance(prompts, str) and not hasattr(prompts, "__len__"):
+        raise ValueError(f"prompts must be text, token ids, or a list of them, got {prompts!r}")
+    single = isinstance(prompts, str) or (len(prompts) and not isinstance(prompts[0], Sequence))
+    return [prompts] if single else list(prompts)
+
+
 class LLM:
     """A model, its tokenizer and a kind of cache: the public interface of the engine."""
-
-    def generate(
-        self,
-        prompts: str | Sequence[int] | Sequence[str | Sequence[int]],
-        params: SamplingParams | None = None,
-    ) -> list[Completion]:
-        """Complete one prompt or several. A prompt is text, or token ids, which are used unchanged.
-
-        Raises ValueError, before the model runs, for a prompt that is empty or longer than the
-        model's context, and for an id outside the vocabulary.
-        """
-        if not isinstance(prompts, str) and not hasattr(prompts, "__len__"):
-            raise ValueError(f"prompts must be text, token ids, or a list of them, got {prompts!r}")
-        single = isinstance(prompts, str) or (len(prompts) and not isinstance(prompts[0], Sequence))
-        checked = [self._prompt_ids(prompt) for prompt in ([prompts] if single else prompts)]
-        return [self.stream(ids, params).completion for ids in checked]
 
     def chat(
         self, messages: list[dict[str, str]], params: SamplingParams | None = None
@@ -426,7 +425,24 @@ class LLM:
         """The token ids of a conversation in the checkpoint's chat template."""
         return self.tokenizer.encode(self.tokenizer.render_chat(messages), parse_special=True)
 
-    def _prompt_ids(self, prompt: str | Sequence[int]) -> list[int]:
+
+# %% jupyter={"source_hidden": true}
+# until day 35: lands in nanoserve/generate.py: LLM.generate, LLM._prompt_ids
+class LLM(LLM):
+    def generate(
+        self,
+        prompts: Prompt | list[Prompt],
+        params: SamplingParams | None = None,
+    ) -> list[Completion]:
+        """Complete one prompt or several. A prompt is text, or token ids, which are used unchanged.
+
+        Raises ValueError, before the model runs, for a prompt that is empty or longer than the
+        model's context, and for an id outside the vocabulary.
+        """
+        checked = [self._prompt_ids(prompt) for prompt in prompts_of(prompts)]
+        return [self.stream(ids, params).completion for ids in checked]
+
+    def _prompt_ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             ids = self.tokenizer.prefix_ids + self.tokenizer.encode(prompt)
         else:

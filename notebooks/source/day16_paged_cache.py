@@ -66,9 +66,14 @@ today.glossary("block", "slot", "slot mapping", "scatter", "gather")
 # heads of one token in one layer lie together, so a token is one row to write. One table serves all
 # layers, because a token has the same slot number in each layer.
 #
-# Skip `poison` and `_free_poisoned` in the cell below: Day 17 explains and uses them.
+# Skip `poison` and `_free_poisoned` in the cell below: Day 17 explains and uses them. `_zeros` makes the memory: on a
+# CPU the operating system gives a page only when something is written to it, so a large pool that is mostly free
+# costs little.
 
 # %%
+import math
+
+import numpy as np
 import torch
 
 from nanoserve.cache import BLOCK_SIZE, BlockAllocator, BlockTable, KVCacheExhausted, NaiveKVCache
@@ -76,7 +81,7 @@ from nanoserve.config import ModelConfig
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/cache.py: KVPool
+# lands in nanoserve/cache.py: KVPool, _zeros
 class KVPool:
     """The memory for keys and values of all layers, which many sequences share.
 
@@ -95,11 +100,11 @@ class KVPool:
     ) -> None:
         self.allocator = BlockAllocator(num_blocks, block_size)
         shape = (config.num_layers, num_blocks * block_size, config.n_kv, config.head_dim)
-        fill = torch.nan if poison else 0.0
-        self.k = torch.full(shape, fill, dtype=dtype, device=device)
-        self.v = torch.full(shape, fill, dtype=dtype, device=device)
+        self.k, self.v = (_zeros(shape, dtype, device) for _ in "kv")
         self._poison = poison
         if poison:
+            self.k.fill_(torch.nan)
+            self.v.fill_(torch.nan)
             self.allocator.free = self._free_poisoned
 
     def _free_poisoned(self, block_id: int) -> None:
@@ -110,6 +115,17 @@ class KVPool:
             if not (self.k[:, slots].isnan().all() and self.v[:, slots].isnan().all()):
                 raise ValueError(f"block {block_id} is not poisoned: use KVPool.release")
         type(allocator).free(allocator, block_id)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str | torch.device) -> torch.Tensor:
+    """A tensor of zeros. On a CPU, a page of memory is taken when it is first written.
+
+    numpy.zeros asks the operating system for pages of zeros; torch.zeros writes the zeros itself.
+    """
+    if torch.device(device).type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    memory = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(memory).view(dtype).view(shape)
 
 
 # %% [markdown]
@@ -160,7 +176,8 @@ class PagedKVCache:
             return
         self.table.grow(end)
         if end > len(self._slots):  # the buffer doubles, so that a step costs O(1) on average
-            longer = self._slots.new_empty(max(end, 2 * len(self._slots)))
+            with torch.inference_mode(False):  # else only that mode could write to this memory
+                longer = self._slots.new_empty(max(end, 2 * len(self._slots)))
             longer[: self._mapped] = self._slots[: self._mapped]
             self._slots = self._step_slots = longer
         fresh = [self.table.slot(position) for position in range(self._mapped, end)]

@@ -296,9 +296,25 @@ for name, steps in (("prefill, then decode", (14, *[1] * 6)), ("chunks", (7, 16,
 from collections.abc import Sequence
 from pathlib import Path
 
-from nanoserve.generate import CACHES, LLM, Stream
+from nanoserve.generate import LLM, Completion, Stream
 from nanoserve.model import Model
 from nanoserve.sampling import SamplingParams
+
+
+# %% jupyter={"source_hidden": true}
+# lands in nanoserve/generate.py: CACHES, new_cache
+CACHES = ("paged", "naive")
+
+
+def new_cache(kind: str | None, model: Model, tokens: int) -> Cache | None:
+    """Return an empty cache for `tokens` tokens, of a kind in CACHES; None if kind is None."""
+    if kind is None:
+        return None
+    if kind == "naive":
+        return NaiveKVCache(model.config)
+    blocks = -(-tokens // BLOCK_SIZE)  # rounded up
+    pool = KVPool(model.config, blocks, BLOCK_SIZE, model.dtype, model.device)
+    return PagedKVCache(pool)
 
 
 # %% jupyter={"source_hidden": true}
@@ -321,22 +337,24 @@ class LLM(LLM):
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/generate.py: CACHES, new_cache, LLM.stream
-CACHES = ("paged", "naive")
-
-
-def new_cache(kind: str | None, model: Model, tokens: int) -> Cache | None:
-    """Return an empty cache for `tokens` tokens, of a kind in CACHES; None if kind is None."""
-    if kind is None:
-        return None
-    if kind == "naive":
-        return NaiveKVCache(model.config)
-    blocks = -(-tokens // BLOCK_SIZE)  # rounded up
-    pool = KVPool(model.config, blocks, BLOCK_SIZE, model.dtype, model.device)
-    return PagedKVCache(pool)
-
-
+# until day 35: lands in nanoserve/generate.py: LLM.generate, LLM.stream
 class LLM(LLM):
+    def generate(
+        self,
+        prompts: str | Sequence[int] | Sequence[str | Sequence[int]],
+        params: SamplingParams | None = None,
+    ) -> list[Completion]:
+        """Complete one prompt or several. A prompt is text, or token ids, which are used unchanged.
+
+        Raises ValueError, before the model runs, for a prompt that is empty or longer than the
+        model's context, and for an id outside the vocabulary.
+        """
+        if not isinstance(prompts, str) and not hasattr(prompts, "__len__"):
+            raise ValueError(f"prompts must be text, token ids, or a list of them, got {prompts!r}")
+        single = isinstance(prompts, str) or (len(prompts) and not isinstance(prompts[0], Sequence))
+        checked = [self._prompt_ids(prompt) for prompt in ([prompts] if single else prompts)]
+        return [self.stream(ids, params).completion for ids in checked]
+
     def stream(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> Stream:
         """Complete one prompt as a stream of pieces of text; errors as generate, at once."""
         ids, params = self._prompt_ids(prompt), SamplingParams() if params is None else params

@@ -533,7 +533,7 @@ fig
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/quant.py: QUANTIZATIONS, PACK_ROWS, UNPACKED_ROWS, KERNEL_ROWS and 5 more
+# lands in nanoserve/quant.py: QUANTIZATIONS, PACK_ROWS, UNPACKED_ROWS, KERNEL_ROWS and 6 more
 QUANTIZATIONS = ("q4",)
 PACK_ROWS = 1024  # rows packed at a time: a multiple of every processor's block of rows
 UNPACKED_ROWS = 64  # from this many rows on, the product of the dequantised weight is faster
@@ -617,6 +617,12 @@ def _for_parts(rows: torch.Tensor, weight: Q4Weight) -> torch.Tensor:
     return rows if weight.parts == 1 else rows.repeat(1, weight.parts)
 
 
+class Q4Weight(Q4Weight):
+    def linear(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., in] times this weight -> [..., out], by q4_linear."""
+        return q4_linear(x, self)
+
+
 # %%
 kept.pack()
 full = kept.dequantize().double()
@@ -642,6 +648,7 @@ for rows in (1, 3, 16, 200):
 # %%
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from nanoserve.config import ModelConfig, UnsupportedModel, load_config
 from nanoserve.fetch import resolve
@@ -805,28 +812,44 @@ def keep_bits(tensor: "ReaderTensor", bits: int) -> Q4Weight:
 # the order of `Q4Weight` and not in the processor's, so that every processor can read the file. A later load maps the
 # file into memory: nothing is parsed, and nothing is copied but the packed form.
 #
-# In the model little changes. `linear` and `embedding` look at the type of a weight, `join_qkv` joins packed rows, and
+# In the model little changes. `linear` and `embedding` leave the work to a weight that is no tensor, `join_qkv` joins packed rows, and
 # `load_model` packs at the end. If a matrix does not fit, one line says so.
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/layers.py: embedding, linear
-def embedding(ids: torch.Tensor, weight: Weight, dtype: torch.dtype) -> torch.Tensor:
+# lands in nanoserve/layers.py: PackedWeight, embedding, linear
+class PackedWeight(Protocol):
+    """A weight [out, in] that is no tensor, as layers use it: quant.Q4Weight is one."""
+
+    def rows(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The rows with these ids: ids [...] -> [..., in] in `dtype`."""
+        ...
+
+    def linear(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., in] times the weight -> [..., out], in x's dtype."""
+        ...
+
+
+def embedding(
+    ids: torch.Tensor, weight: torch.Tensor | PackedWeight, dtype: torch.dtype
+) -> torch.Tensor:
     """The rows of weight [vocab, hidden] with these ids: ids [...] -> [..., hidden] in `dtype`."""
-    if isinstance(weight, Q4Weight):
-        return weight.rows(ids, dtype)
-    return F.embedding(ids, weight).to(dtype)
+    if isinstance(weight, torch.Tensor):
+        return F.embedding(ids, weight).to(dtype)
+    return weight.rows(ids, dtype)
 
 
-def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
+def linear(
+    x: torch.Tensor, weight: torch.Tensor | PackedWeight, bias: torch.Tensor | None = None
+) -> torch.Tensor:
     """x [..., in] times weight [out, in], plus bias [out] -> [..., out].
 
-    A weight in four bits is multiplied by q4_linear. In the other dtypes, a single row, as in a
-    decode step, is multiplied by torch.mv, a matrix-vector routine. For bfloat16 on a CPU with
-    bfloat16 products, F.linear is faster and is used instead.
+    A packed weight multiplies by itself. With a tensor, a single row, as in a decode step, is
+    multiplied by torch.mv, a matrix-vector routine. For bfloat16 on a CPU with bfloat16 products,
+    F.linear is faster and is used instead.
     """
-    if isinstance(weight, Q4Weight):
-        out = q4_linear(x, weight)
+    if not isinstance(weight, torch.Tensor):
+        out = weight.linear(x)
         return out if bias is None else out + bias
     if x.numel() > x.shape[-1] or (x.dtype == torch.bfloat16 and _bfloat16_products()):
         return F.linear(x, weight, bias)
@@ -835,7 +858,7 @@ def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) ->
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/model.py: Model.hidden, load_model, join_qkv, pack_weights, warn_dequantized
+# until day 34: lands in nanoserve/model.py: Model.hidden
 class Model(Model):
     def hidden(self, ids: torch.Tensor, cache: Cache | None = None) -> torch.Tensor:
         """The final norm's output: ids [batch, seq] -> [batch, seq, hidden]; errors as __call__."""
@@ -848,6 +871,8 @@ class Model(Model):
         return rms_norm(x, self.weights["model.norm.weight"], self.config.norm_eps)
 
 
+# %% jupyter={"source_hidden": true}
+# lands in nanoserve/model.py: load_model, join_qkv, pack_weights, warn_dequantized
 def load_model(
     source: str | Path = "smollm2",
     dtype: str | torch.dtype = torch.float32,
@@ -931,7 +956,7 @@ from nanoserve.tokenizer import load_tokenizer
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/generate.py: LLM.__init__
+# until day 35: lands in nanoserve/generate.py: LLM.__init__
 class LLM(LLM):
     def __init__(
         self,
@@ -954,36 +979,120 @@ class LLM(LLM):
 # %% [markdown]
 # ## Measure it: bytes and speed
 #
-# First the bytes of a token, counted from the tensors themselves. Then tokens per second, for 128 tokens of context. How
-# many times as fast as float32 is q4 on your machine?
+# `decode_benchmark` of Day 13 times no code path whose tokens differ from float32's. q4 rounds, so it may choose another
+# token where two are almost equally probable. Its check is therefore `near_greedy`: along the tokens that q4 generated,
+# float32 must find each token at most one nat, a factor of e, less probable than the best.
+#
+# `step_bytes` counts what a step reads, from the weights themselves. The other yardstick is **llama.cpp**, an engine in C
+# and C++ that runs the same file. It takes part where the package llama-cpp-python is installed.
+
+# %%
+import time
+
+from nanoserve.bench.decode import DecodePath, TokenCheck, decode_benchmark, engine_path
+
+
+# %% jupyter={"source_hidden": true}
+# lands in nanoserve/bench/decode.py: near_greedy, step_bytes, _kv_bytes, llama_path, gguf_bytes
+def near_greedy(model: Model, nats: float = 1.0) -> TokenCheck:
+    """A check for code paths that round: each token is at most `nats` less probable than the best.
+
+    The log-probabilities are those of `model`, along the tokens that the code path generated.
+    """
+
+    @torch.no_grad()
+    def check(prompt: Sequence[int], found: Sequence[int]) -> bool:
+        ids = torch.tensor([[*prompt, *found]], device=model.device)
+        hidden = model.hidden(ids[:, :-1])[0, len(prompt) - 1 :]
+        logits = model.head(hidden).float()  # [tokens, vocab], of each generated token
+        chosen = logits.gather(1, ids[0, len(prompt) :, None])[:, 0]
+        return bool((chosen >= logits.amax(-1) - nats).all())
+
+    return check
+
+
+def step_bytes(model: Model, context: int) -> int:
+    """The bytes that one cached decode step of a model reads, in the formats that it keeps.
+
+    As bytes_per_token, but for weights of any format: all but the embedding, unless it is the head.
+    """
+    embedding, head = (model.weights[f"{n}.weight"] for n in ("model.embed_tokens", "lm_head"))
+    weights = sum(weight.nbytes for weight in model.weights.values() if weight is not embedding)
+    weights += head.nbytes if head is embedding else 0
+    return weights + _kv_bytes(model.config, context, model.dtype)
+
+
+def _kv_bytes(config: ModelConfig, context: int, dtype: torch.dtype) -> int:
+    return config.num_layers * 2 * context * config.n_kv * config.head_dim * dtype.itemsize
+
+
+def llama_path(gguf: Path, context: int) -> DecodePath:
+    """llama.cpp's greedy loop over the same file, with as many threads as PyTorch has here.
+
+    `context` is the most tokens of a prompt and its answer. Raises ModuleNotFoundError without the
+    package llama-cpp-python.
+    """
+    from llama_cpp import Llama
+
+    threads = torch.get_num_threads()
+    llama = Llama(
+        str(gguf), n_ctx=context, n_threads=threads, n_threads_batch=threads, verbose=False
+    )
+
+    def run(prompt: Sequence[int], tokens: int, on_token: Callable[[int], None]) -> list[int]:
+        ids: list[int] = []
+        llama.reset()  # else it keeps what it computed for the same prompt
+        for token_id in llama.generate(list(prompt), temp=0.0, repeat_penalty=1.0):
+            on_token(token_id)
+            ids.append(token_id)
+            if len(ids) == tokens:
+                return ids
+        return ids
+
+    return run
+
+
+def gguf_bytes(gguf: Path, config: ModelConfig, context: int) -> int:
+    """The bytes that a decode step of llama.cpp reads: the file's tensors, and K and V in float16.
+
+    An embedding beside a head of its own is not counted.
+    """
+    sizes = {tensor.name: int(tensor.n_bytes) for tensor in open_gguf(gguf).tensors}
+    unread = sizes.get("token_embd.weight", 0) if "output.weight" in sizes else 0
+    return sum(sizes.values()) - unread + _kv_bytes(config, context, torch.float16)
+
+
+# %% [markdown]
+# How many times as fast as float32 is q4 on your machine, after 128 tokens of context?
 
 # %%
 today.predict("speed", "Speed of q4 over speed of float32?", guess=None, low=0)
 
-# %% tags=["nbval-ignore-output"]
-import time
+# %%
+from importlib.util import find_spec
 
-from nanoserve.bench.decode import decode_benchmark, engine_path
-
-kept_model = load_model(
-    "smollm2", "bfloat16", quantization="q4"
-)  # the first load may write the file
+load_model("smollm2", "bfloat16", quantization="q4")  # the first load may write the file
 start = time.perf_counter()
 kept_model = load_model("smollm2", "bfloat16", quantization="q4")
-print(f"loaded in {time.perf_counter() - start:.1f} s")
+took = time.perf_counter() - start
 models = {"float32": model, "bfloat16": load_model("smollm2", "bfloat16"), "q4": kept_model}
+paths = {name: engine_path(each, True) for name, each in models.items()}
+sizes = {name: step_bytes(each, 128) for name, each in models.items()}
+if find_spec("llama_cpp"):
+    paths["llama.cpp"] = llama_path(gguf_path(), 256)
+    sizes["llama.cpp"] = gguf_bytes(gguf_path(), model.config, 128)
+
+# %% tags=["nbval-ignore-output"]
+print(f"q4 was loaded in {took:.1f} s")
 tokenizer = load_tokenizer("smollm2")
-text = "The tide goes out and the boats lie down in the mud. " * 12
-prompt = tokenizer.encode(text)[:128]
+prompt = tokenizer.encode("The tide goes out and the boats lie down in the mud. " * 12)[:128]
+checks = {name: near_greedy(model) for name in paths if name != "float32"}
 speeds = {}
-for name, each in models.items():
-    read = {id(w): w.nbytes for w in each.weights.values()}  # a tied head is one weight
-    (row,) = decode_benchmark({name: engine_path(each, True)}, name, [prompt], tokens=16, rounds=2)
-    speeds[name] = 1 / row.tpot
-    megabytes = sum(read.values()) / 1e6
+for row in decode_benchmark(paths, "float32", [prompt], tokens=16, rounds=2, checks=checks):
+    speeds[row.path], megabytes = 1 / row.tpot, sizes[row.path] / 1e6
     print(
-        f"{name:8} {megabytes:6.1f} MB a token, {speeds[name]:5.1f} tokens per second, "
-        f"{megabytes * speeds[name] / 1e3:4.1f} GB/s, first token {row.ttft * 1e3:.0f} ms"
+        f"{row.path:9} {megabytes:6.1f} MB a token, {speeds[row.path]:5.1f} tokens per second, "
+        f"{megabytes / row.tpot / 1e3:4.1f} GB/s, first token {row.ttft * 1e3:.0f} ms"
     )
 assert all(speed > 0 for speed in speeds.values())
 
@@ -1084,7 +1193,7 @@ assert abs(close) < 0.01 < far
 # ## Three answers, side by side
 
 # %%
-from nanoserve import SamplingParams
+from nanoserve import LLM, SamplingParams
 
 questions = (
     "What is the capital of France?",

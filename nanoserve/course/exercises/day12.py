@@ -418,7 +418,7 @@ EXERCISES = (
                 "at min(found)[1]",
             ),
         },
-        target="nanoserve.generate:StopStrings",
+        target="nanoserve.tokenizer:StopStrings",
         wrong=(
             _Leaks, _EachAlone, _HoldsAll, _HoldsFixed, _HoldsWhole, _HoldsSlice, _ListOrder,
             _EarliestStart, _ShorterWins, _DropsBefore, _FinishLoses, _StopShown, _GoesOn,

@@ -113,7 +113,6 @@ class Graph:
     def __init__(self, *names: str) -> None:
         self.names, self.run = names, None
 
-    @torch.no_grad()
     def replay(self, *tensors: torch.Tensor) -> bool:
         """Repeat the launch. False, before any store, if there is none that holds for the tensors,
         or if the options that hold now watch each access: then launch the kernel instead."""
@@ -121,7 +120,11 @@ class Graph:
         watched = now.order != "lockstep" or now.poison or now.trace is not None
         if self.run is None or watched:
             return False
-        return self.run(**dict(zip(self.names, tensors, strict=True))) is not None
+        given = dict(zip(self.names, tensors, strict=True))
+        if not torch.is_grad_enabled():
+            return self.run(**given) is not None
+        with torch.no_grad():
+            return self.run(**given) is not None
 
 
 def _function(name: str, inputs: list[str], steps: list, returned: list[str]) -> str:
