@@ -89,7 +89,7 @@ from itertools import accumulate
 import torch.nn.functional as F
 
 from nanoserve.cache import KVPool, PagedBatch, PagedKVCache
-from nanoserve.layers import Cache, block, rms_norm
+from nanoserve.layers import Cache, block, embedding, rms_norm
 from nanoserve.model import Model
 from nanoserve.sampling import Sample, SamplingParams, make_generator, sample
 from nanoserve.tokenizer import Detokenizer, StopStrings, Tokenizer
