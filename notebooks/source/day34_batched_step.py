@@ -86,7 +86,6 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 
-import torch.nn.functional as F
 
 from nanoserve.cache import KVPool, PagedBatch, PagedKVCache
 from nanoserve.layers import Cache, block, embedding, rms_norm
