@@ -650,30 +650,40 @@ class LLM(LLM):
         and max_tokens that need more blocks than the pool has.
         """
         checked = [self._prompt_ids(prompt) for prompt in prompts_of(prompts)]
-        if _single_sequence.get() or self._shared is None:
+        shared = self._engine()
+        if shared is None:
             return [self.stream(ids, params).completion for ids in checked]
         params = SamplingParams() if params is None else params
         requests: list[str] = []
         try:
             for ids in checked:
-                requests.append(self._shared.add(ids, params))
-            streams = [EngineStream(self._shared.outputs(each), params) for each in requests]
+                requests.append(shared.add(ids, params))
+            streams = [EngineStream(shared.outputs(each), params) for each in requests]
             return [stream.completion for stream in streams]
         finally:
             for each in requests:
-                self._shared.drop(each)
+                shared.drop(each)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Stream:
         """Complete one prompt as a stream of pieces of text; errors as generate, at once."""
         ids, params = self._prompt_ids(prompt), SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise ValueError(f"params must be a SamplingParams, got {params!r}")
-        if not _single_sequence.get() and self._shared is not None:
-            self._shared.engine.check(ids, params)
-            return EngineStream(self._shared.run(ids, params), params)
+        if (shared := self._engine()) is not None:
+            shared.engine.check(ids, params)
+            return EngineStream(shared.run(ids, params), params)
         tokens = min(len(ids) + params.max_tokens, self.model.config.context)
         cache = new_cache(self._cache, self.model, tokens)
         return Stream(self.model, self.tokenizer, ids, params, cache)
+
+    def _engine(self) -> SharedEngine | None:
+        """The engine that prompts share, a new one for a new `model`; None: each runs alone."""
+        if self._shared is None or _single_sequence.get():
+            return None
+        if self._shared.engine.model is not self.model:
+            num_blocks = self._shared.engine.num_blocks
+            self._shared = SharedEngine(Engine(self.model, self.tokenizer, num_blocks))
+        return self._shared
 
     def _prompt_ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
