@@ -50,7 +50,8 @@ class NaiveKVCache:
             needed = max(needed, 2 * self._capacity)
         self._capacity = max(needed, self._capacity)
         shape = (self._config.num_layers, self._config.n_kv, self._capacity, self._config.head_dim)
-        k, v = like.new_empty(shape), like.new_empty(shape)
+        with torch.inference_mode(False):  # else only that mode could write to this memory
+            k, v = like.new_empty(shape), like.new_empty(shape)
         if self._k is not None:
             k[:, :, : self.seq_len] = self._k[:, :, : self.seq_len]
             v[:, :, : self.seq_len] = self._v[:, :, : self.seq_len]
@@ -285,7 +286,8 @@ class PagedKVCache:
             return
         self.table.grow(end)
         if end > len(self._slots):  # the buffer doubles, so that a step costs O(1) on average
-            longer = self._slots.new_empty(max(end, 2 * len(self._slots)))
+            with torch.inference_mode(False):  # else only that mode could write to this memory
+                longer = self._slots.new_empty(max(end, 2 * len(self._slots)))
             longer[: self._mapped] = self._slots[: self._mapped]
             self._slots = self._step_slots = longer
         fresh = [self.table.slot(position) for position in range(self._mapped, end)]

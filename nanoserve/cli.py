@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from nanoserve import LLM, SamplingParams
+    from nanoserve.bench.decode import DecodePath, TokenCheck
     from nanoserve.generate import Stream
 
 app = typer.Typer(
@@ -31,10 +34,25 @@ class DType(StrEnum):
     float16 = "float16"
 
 
+class Quantization(StrEnum):
+    auto = "auto"
+    none = "none"
+    q4 = "q4"
+
+
 Model = Annotated[
     str, typer.Option(help="'smollm2', a Hugging Face folder, a .gguf file, or a hub id.")
 ]
-DTypeOption = Annotated[DType, typer.Option(help="The dtype of weights and activations.")]
+OptionalDType = Annotated[
+    DType | None, typer.Option(help="The dtype of weights and activations; by default float32.")
+]
+QuantizationOption = Annotated[
+    Quantization,
+    typer.Option(
+        help="Weights in four bits (q4), or none. auto: q4 on a CPU where it is the fastest, none "
+        "with an explicit --dtype."
+    ),
+]
 Device = Annotated[str, typer.Option(help="The device: cpu, cuda, cuda:1, mps.")]
 BenchDevice = Annotated[
     str | None, typer.Option(help="The device: cpu, cuda, cuda:1; default: a GPU if there is one.")
@@ -84,14 +102,16 @@ def generate(
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
     seed: Seed = None,
-    dtype: DTypeOption = DType.float32,
+    dtype: OptionalDType = None,
     device: Device = "cpu",
+    quantization: QuantizationOption = Quantization.auto,
 ) -> None:
     """Continue a text, without a chat template."""
-    llm, params = _start(model, dtype, device, max_tokens, temperature, top_p, seed)
+    params = _params(max_tokens, temperature, top_p, seed)
+    llm, runs = _load(model, dtype, device, quantization)
     stream = llm.stream(prompt, params)  # raises for a wrong prompt before anything is printed
     typer.echo(prompt, nl=False)
-    _show(stream)
+    _show(stream, runs)
 
 
 @app.command()
@@ -104,19 +124,21 @@ def chat(
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
     seed: Seed = None,
-    dtype: DTypeOption = DType.float32,
+    dtype: OptionalDType = None,
     device: Device = "cpu",
+    quantization: QuantizationOption = Quantization.auto,
     system: Annotated[str | None, typer.Option(help="The system prompt.")] = None,
 ) -> None:
     """Chat with the model. An empty line or Ctrl-D ends the chat, Ctrl-C stops an answer."""
-    llm, params = _start(model, dtype, device, max_tokens, temperature, top_p, seed)
+    params = _params(max_tokens, temperature, top_p, seed)
+    llm, runs = _load(model, dtype, device, quantization)
     first = [] if system is None else [{"role": "system", "content": system}]
     if message is not None:
         if not message.strip():
             raise ValueError("the prompt is empty")
         stream = llm.stream(llm.chat_ids([*first, {"role": "user", "content": message}]), params)
         _aside(f"> {message}")
-        _show(stream)
+        _show(stream, runs)
         return
     turns: list[dict[str, str]] = []  # user and assistant by turns
     while question := _ask():
@@ -133,7 +155,7 @@ def chat(
                 f"dropped the oldest {dropped} messages]"
             )
         try:
-            _show(stream)
+            _show(stream, runs)
         except KeyboardInterrupt:  # stops the answer, not the chat
             typer.echo("\n[stopped]")
         stream.close()
@@ -165,23 +187,76 @@ def _fit(
     return ids, dropped
 
 
-def _start(
-    model: str,
-    dtype: DType,
-    device: str,
-    max_tokens: int,
-    temperature: float,
-    top_p: float,
-    seed: int | None,
-) -> "tuple[LLM, SamplingParams]":
-    from nanoserve import LLM, SamplingParams
+def _params(
+    max_tokens: int, temperature: float, top_p: float, seed: int | None
+) -> "SamplingParams":
+    from nanoserve import SamplingParams
 
-    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
-    return LLM(model, dtype.value, device), params
+    return SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
 
 
-def _show(stream: "Stream") -> None:
-    """Print the pieces of a stream, then its speed (on stderr, so that a pipe gets only text)."""
+def _load(
+    source: str, dtype: DType | None, device: str, quantization: Quantization
+) -> "tuple[LLM, str]":
+    """The model, and the format of its weights in words; one line on stderr for each warning."""
+    import warnings
+
+    from nanoserve import LLM
+
+    if quantization is Quantization.auto:
+        q4 = dtype is None and _why_not_q4(device, source) is None
+    else:
+        q4 = quantization is Quantization.q4
+    kind = dtype or (_activations(device) if q4 else DType.float32)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        # for one sequence on a CPU, the contiguous cache is the faster one; with q4, it shows most
+        cache = "naive" if q4 and device.startswith("cpu") else "paged"
+        llm = LLM(source, kind.value, device, cache, "q4" if q4 else None)
+    for warning in caught:
+        _aside(f"nanoserve: {warning.message}")
+    return llm, f"q4 weights, {kind.value}" if q4 else kind.value
+
+
+def _why_not_q4(device: str = "cpu", source: str | None = None) -> str | None:
+    """The reason why --quantization auto does not choose q4; None if it does.
+
+    Without a source, the reason is that of the device. With one, all matrices must fit in q4.
+
+    PyTorch's four-bit product is written for AVX2 and AVX512. On one core with AVX512, a product
+    of SmolLM2 took 80 µs, and 1,741 µs with ATEN_CPU_CAPABILITY=default (float32: 83 and 406).
+    """
+    import torch
+
+    from nanoserve.config import load_config
+    from nanoserve.fetch import resolve
+    from nanoserve.quant import has_cpu_product, why_not
+    from nanoserve.weights import expected_shapes
+
+    if not device.startswith("cpu"):
+        return "auto is for CPUs"
+    if not has_cpu_product():
+        return "this torch has no four-bit product for this processor"
+    capability = torch.backends.cpu.get_cpu_capability()
+    if capability not in ("AVX2", "AVX512"):
+        return f"PyTorch's four-bit product is fast with AVX2 or AVX512, and this is {capability}"
+    shapes = {} if source is None else expected_shapes(load_config(resolve(source)))
+    reasons = [why_not(s, torch.device(device)) for s in shapes.values() if len(s) == 2]
+    return next(filter(None, reasons), None)
+
+
+def _activations(device: str = "cpu") -> DType:
+    """The dtype of activations beside q4: bfloat16 if the device multiplies it, else float32."""
+    from nanoserve.layers import _bfloat16_products
+
+    return DType.bfloat16 if device != "cpu" or _bfloat16_products() else DType.float32
+
+
+def _show(stream: "Stream", runs: str) -> None:
+    """Print the pieces of a stream, then its speed and the format of the weights.
+
+    The last line goes to stderr, so that a pipe gets only text.
+    """
     begin, first = time.perf_counter(), None
     for piece in stream:
         if first is None:
@@ -193,7 +268,7 @@ def _show(stream: "Stream") -> None:
     line = f"[{n} tokens in {end - begin:.1f} s, {n / (end - begin):.1f} tokens/s"
     if first is not None:
         line += f", the first after {first - begin:.2f} s"
-    _aside(f"{line}]")
+    _aside(f"{line}; {runs}]")
 
 
 def _aside(line: str) -> None:
@@ -235,6 +310,7 @@ def report() -> list[tuple[str, str]]:
         ("driver", about["driver"] or "none"),
         ("threads", threads_here()),
         ("attention runs", _attention()),
+        ("weights run", _weights()),
         ("model", model.replace(str(Path.home()), "~")),
     ]
 
@@ -269,6 +345,16 @@ def _attention() -> str:
     return f"under {backend} on {device}" + (f", not triton: {reason}" if reason else "")
 
 
+def _weights() -> str:
+    """The format of the weights that `chat` and `generate` choose on the CPU, and why."""
+    import torch
+
+    if reason := _why_not_q4():
+        return f"in float32, not in four bits: {reason}"
+    capability = torch.backends.cpu.get_cpu_capability()
+    return f"in four bits (q4), activations in {_activations().value}: this CPU has {capability}"
+
+
 @bench_app.command("decode")
 def bench_decode(
     model: Model = "smollm2",
@@ -280,54 +366,137 @@ def bench_decode(
     cache: Annotated[
         bool, typer.Option(help="With a KV cache, or recompute all tokens in every step.")
     ] = True,
-    dtype: DTypeOption = DType.float32,
+    dtype: OptionalDType = None,
+    quantization: Annotated[
+        Quantization | None, typer.Option(help="Only four-bit weights (q4), or none of them.")
+    ] = None,
 ) -> None:
-    """Time our loop and transformers' generate on the same weights and tokens, interleaved."""
+    """Time our loop in each format of the weights, transformers and llama.cpp, interleaved.
+
+    Without --dtype and --quantization, all formats run. A code path is checked before it is timed.
+    transformers and llama.cpp (the package llama-cpp-python) run where they are installed.
+    """
     import torch
 
-    from nanoserve import load_model, load_tokenizer
+    from nanoserve import load_tokenizer
     from nanoserve.bench import decode, timing
-    from nanoserve.oracle import load_oracle
+    from nanoserve.config import load_config
+    from nanoserve.fetch import resolve
 
-    kind = getattr(torch, dtype.value)
-    engine, oracle = load_model(model, kind), load_oracle(model, kind)
-    sentence = load_tokenizer(model).encode("One day at the harbour, the gulls and the boats. ")
-    lengths = context or (64, 256, 1024)
-    if max(lengths) + tokens > (limit := engine.config.context):
+    lengths, limit = context or (128, 1024), load_config(resolve(model)).context
+    if max(lengths) + tokens > limit:
         raise ValueError(f"{max(lengths)} + {tokens} tokens: the model's context holds {limit}")
+    sentence = load_tokenizer(model).encode("One day at the harbour, the gulls and the boats. ")
     prompts = [(sentence * (1 + n // len(sentence)))[:n] for n in lengths]
-    paths = {
-        "nanoserve": decode.engine_path(engine, cache),
-        "transformers": decode.oracle_path(oracle, cache),
-    }
-    if cache and dtype is DType.float32:  # in 16 bits, a kernel may choose other tokens
-        paths["paged"] = decode.paged_path(engine)
-    rows = decode.decode_benchmark(paths, "transformers", prompts, tokens, rounds)
+    paths, sizes, checks = _decode_paths(model, cache, dtype, quantization, max(lengths) + tokens)
+    base_path = "transformers" if "transformers" in paths else next(iter(paths))
+    reference = next(iter(paths)) if base_path in checks else base_path
+    rows = decode.decode_benchmark(paths, reference, prompts, tokens, rounds, checks=checks)
     bandwidth = timing.read_bandwidth()
     typer.echo(
-        f"cache {'on' if cache else 'off'}, {dtype.value}, {torch.get_num_threads()} threads, "
+        f"cache {'on' if cache else 'off'}, {torch.get_num_threads()} threads, "
         f"peak bandwidth {bandwidth / 1e9:.1f} GB/s"
     )
     for first in range(0, len(rows), len(paths)):
-        group = {row.path: row for row in rows[first : first + len(paths)]}
-        theirs = group["transformers"]
-        moved = decode.bytes_per_token(engine.config, theirs.context, kind)
-        for row in group.values():
+        group = rows[first : first + len(paths)]
+        base = next(row for row in group if row.path == base_path)
+        for row in group:
             line = (
-                f"{row.context:>6} tokens  {row.path:<12}  TTFT {row.ttft * 1e3:8.1f} ms  "
-                f"TPOT {row.tpot * 1e3:8.2f} ms"
+                f"{row.context:>6} tokens  {row.path:<14}  TTFT {row.ttft * 1e3:8.1f} ms  "
+                f"TPOT {row.tpot * 1e3:8.2f} ms  {1 / row.tpot:6.1f} tokens/s"
             )
-            rate = moved / row.tpot
-            typer.echo(
-                line
-                + (f"  {rate / 1e9:5.1f} GB/s, {rate / bandwidth:4.0%} of peak" if cache else "")
-            )
-        for name, ours in group.items():
-            if ours is not theirs:
-                typer.echo(
-                    f"{'':>14}{name} is {theirs.ttft / ours.ttft:.2f} times as fast as "
-                    f"transformers in TTFT, {theirs.tpot / ours.tpot:.2f} times in TPOT"
+            if cache:
+                moved = sizes[row.path](row.context)
+                line += (
+                    f"  {moved / 1e6:6.1f} MB/token, {moved / row.tpot / bandwidth:4.0%} of peak"
                 )
+            typer.echo(line)
+        for row in group:
+            if row is not base:
+                typer.echo(
+                    f"{'':>14}{row.path} is {base.ttft / row.ttft:.2f} times as fast as "
+                    f"{base_path} in TTFT, {base.tpot / row.tpot:.2f} times in TPOT"
+                )
+
+
+def _decode_paths(
+    source: str,
+    cache: bool,
+    dtype: DType | None,
+    quantization: Quantization | None,
+    tokens: int,
+) -> "tuple[dict[str, DecodePath], dict[str, Callable[[int], int]], dict[str, TokenCheck]]":
+    """The code paths of `bench decode`: each by its name, with its bytes per token and its check.
+
+    The first path is ours in float32, or the only one that was asked for. The bytes are a function
+    of the tokens in the cache. A path without a check must generate the reference's tokens.
+    """
+    from functools import partial
+    from importlib.util import find_spec
+
+    import torch
+
+    from nanoserve import load_model
+    from nanoserve.bench import decode
+    from nanoserve.fetch import gguf_path, resolve
+    from nanoserve.oracle import load_oracle
+
+    every = dtype is None and quantization is None
+    kind = (dtype or (_activations() if quantization is Quantization.q4 else DType.float32)).value
+    kept = "q4" if quantization is Quantization.q4 else None
+    first = load_model(source, kind, quantization=kept)
+    name = kept or kind
+    models = {name: first}
+    if every and cache:
+        models["bfloat16"] = load_model(source, torch.bfloat16)
+        models["q4"] = load_model(source, _activations().value, quantization="q4")
+    paths = {name: decode.engine_path(one, cache) for name, one in models.items()}
+    sizes = {name: partial(decode.step_bytes, one) for name, one in models.items()}
+    if cache:
+        for name in [name for name in models if every or name == "float32"]:
+            if name != "bfloat16":
+                paths[f"{name} paged"] = decode.paged_path(models[name])
+                sizes[f"{name} paged"] = sizes[name]
+    near = decode.near_greedy(first)
+    checks = {name: near for name in paths if not name.startswith(kept or kind)}
+    if kept is None and find_spec("transformers"):
+        paths["transformers"] = decode.oracle_path(load_oracle(source, getattr(torch, kind)), cache)
+        if kind != "float32":  # in 16 bits, rounding may choose other tokens
+            checks["transformers"] = near
+        sizes["transformers"] = lambda n: decode.bytes_per_token(
+            first.config, n, getattr(torch, kind)
+        )
+    gguf = gguf_path() if source == "smollm2" else resolve(source)
+    if cache and dtype is None and gguf.suffix == ".gguf" and find_spec("llama_cpp"):
+        paths["llama.cpp"] = decode.llama_path(gguf, tokens)
+        sizes["llama.cpp"] = partial(decode.gguf_bytes, gguf, first.config)
+        checks["llama.cpp"] = near
+    return paths, sizes, checks
+
+
+@bench_app.command("perplexity")
+def bench_perplexity(
+    model: Model = "smollm2",
+    tokens: Annotated[int, typer.Option(help="Tokens of the text.", min=2)] = 2048,
+    dtype: OptionalDType = None,
+) -> None:
+    """The perplexity of a text (Alice in Wonderland, chapter I) with and without four bits.
+
+    The dtype, float32 by default, is that of the exact model; q4 keeps activations in bfloat16
+    where the processor has products of bfloat16.
+    """
+    from nanoserve import load_model, load_tokenizer
+    from nanoserve.bench.perplexity import passage, perplexity
+
+    ids = load_tokenizer(model).encode(passage())[:tokens]
+    kind = dtype or DType.float32
+    exact = None
+    for name, kept, in_dtype in ((kind.value, None, kind), ("q4", "q4", dtype or _activations())):
+        one = load_model(model, in_dtype.value, quantization=kept)
+        found = perplexity(one, ids, min(512, one.config.context))
+        line = f"{name:<9} perplexity {found:8.3f}, {len(ids)} tokens"
+        typer.echo(line if exact is None else f"{line}, {found / exact - 1:+.2%}")
+        exact = found if exact is None else exact
 
 
 @bench_app.command("attention")
@@ -447,6 +616,25 @@ def bench_roofline(
 ) -> None:
     """Measure this machine's peak rates, and each attention path's share of them."""
     _bench_batches(device, dtype, rounds, path, record)
+
+
+@bench_app.command("matvec")
+def bench_matvec(
+    device: BenchDevice = None,
+    rounds: Annotated[int, typer.Option(help="Runs of each variant, interleaved.", min=1)] = 9,
+    record: Annotated[
+        bool, typer.Option("--record", help="Write notebooks/data/matvec_DEVICE.json.")
+    ] = False,
+) -> None:
+    """Measure products with weights in four bits, step by step, beside F.linear."""
+    from nanoserve.bench import matvec
+    from nanoserve.model import as_device
+
+    if device is not None:
+        as_device(device)
+    run = matvec.measure(device, rounds, " ".join(["nanoserve", *sys.argv[1:]]), typer.echo)
+    if record:
+        typer.echo(f"recorded in {run.save(matvec.DATA).as_posix()}")
 
 
 def _bench_batches(

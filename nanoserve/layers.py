@@ -79,12 +79,39 @@ def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
     return torch.addcmul(h * cos, rotate_half(h), sin).to(x.dtype)
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+class PackedWeight(Protocol):
+    """A weight [out, in] that is no tensor, as layers use it: quant.Q4Weight is one."""
+
+    def rows(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The rows with these ids: ids [...] -> [..., in] in `dtype`."""
+        ...
+
+    def linear(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., in] times the weight -> [..., out], in x's dtype."""
+        ...
+
+
+def embedding(
+    ids: torch.Tensor, weight: torch.Tensor | PackedWeight, dtype: torch.dtype
+) -> torch.Tensor:
+    """The rows of weight [vocab, hidden] with these ids: ids [...] -> [..., hidden] in `dtype`."""
+    if isinstance(weight, torch.Tensor):
+        return F.embedding(ids, weight).to(dtype)
+    return weight.rows(ids, dtype)
+
+
+def linear(
+    x: torch.Tensor, weight: torch.Tensor | PackedWeight, bias: torch.Tensor | None = None
+) -> torch.Tensor:
     """x [..., in] times weight [out, in], plus bias [out] -> [..., out].
 
-    A single row, as in a decode step, is multiplied by torch.mv, a matrix-vector routine. For
-    bfloat16 on a CPU with bfloat16 products, F.linear is faster and is used instead.
+    A packed weight multiplies by itself. With a tensor, a single row, as in a decode step, is
+    multiplied by torch.mv, a matrix-vector routine. For bfloat16 on a CPU with bfloat16 products,
+    F.linear is faster and is used instead.
     """
+    if not isinstance(weight, torch.Tensor):
+        out = weight.linear(x)
+        return out if bias is None else out + bias
     if x.numel() > x.shape[-1] or (x.dtype == torch.bfloat16 and _bfloat16_products()):
         return F.linear(x, weight, bias)
     out = torch.mv(weight, x.flatten())
@@ -129,9 +156,10 @@ def sdpa(
     scale = head_dim**-0.5 if scale is None else scale
     if query_len == 1:  # no mask, and reading k and v takes most of the time
         wide = torch.promote_types(q.dtype, torch.float32)
-        rows = q.to(wide).reshape(batch, n_kv, n_q // n_kv, head_dim) * scale
-        weights = (rows @ k.to(wide).transpose(2, 3)).softmax(dim=-1)
-        return (weights @ v.to(wide)).to(q.dtype).view(q.shape)
+        rows = (q.to(wide) * scale).reshape(batch * n_kv, n_q // n_kv, head_dim)
+        k, v = k.to(wide).flatten(0, 1), v.to(wide).flatten(0, 1)
+        weights = torch.bmm(rows, k.transpose(1, 2)).softmax(dim=-1)
+        return torch.bmm(weights, v).to(q.dtype).view(q.shape)
     q = q * scale  # q has fewer elements than the scores
     # the query heads of one KV head form a group
     q = q.reshape(batch * n_kv, n_q // n_kv, query_len, head_dim)

@@ -1,13 +1,15 @@
 """The whole forward pass: token ids in, logits out."""
 
+import warnings
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 
 from nanoserve.config import ModelConfig, load_config
 from nanoserve.fetch import resolve
-from nanoserve.layers import Cache, block, linear, rms_norm, rope_tables
+from nanoserve.layers import Cache, block, embedding, linear, rms_norm, rope_tables
+from nanoserve.q4_file import load_kept
+from nanoserve.quant import Q4Weight, check_quantization, concatenate, why_not
 from nanoserve.weights import load_weights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -25,12 +27,12 @@ class Model:
     @property
     def device(self) -> torch.device:
         """The device of the weights."""
-        return self.weights["lm_head.weight"].device
+        return self.weights["model.norm.weight"].device
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the weights and activations."""
-        return self.weights["lm_head.weight"].dtype
+        """The dtype of the activations, and of all weights that are not quantised."""
+        return self.weights["model.norm.weight"].dtype
 
     def __call__(self, ids: torch.Tensor, cache: Cache | None = None) -> torch.Tensor:
         """Logits of the token after each position: ids [batch, seq] -> [batch, seq, vocab].
@@ -45,7 +47,7 @@ class Model:
         """The final norm's output: ids [batch, seq] -> [batch, seq, hidden]; errors as __call__."""
         self._check(ids)
         cos, sin = self._angles(ids.shape[1], cache)
-        x = F.embedding(ids, self.weights["model.embed_tokens.weight"])
+        x = embedding(ids, self.weights["model.embed_tokens.weight"], self.dtype)
         for index, layer in enumerate(self.layers):
             x = block(x, layer, cos, sin, self.config, cache, index)
         return rms_norm(x, self.weights["model.norm.weight"], self.config.norm_eps)
@@ -101,17 +103,24 @@ def load_model(
     source: str | Path = "smollm2",
     dtype: str | torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
+    quantization: str | None = None,
 ) -> Model:
     """Load "smollm2" (fetched on first use), a folder, a .gguf file or a hub id.
 
-    dtype: float32, bfloat16 or float16, or its name. Raises ValueError for a dtype or device that
-    cannot be used, and for a checkpoint that is broken or not supported.
+    dtype: float32, bfloat16 or float16, or its name. With quantization "q4", matrices are kept in
+    four bits, and dtype is that of the activations. Raises ValueError for a dtype, device or
+    quantization that cannot be used, and for a checkpoint that is broken or not supported.
     """
     dtype, device = as_dtype(dtype), as_device(device)
+    check_quantization(quantization)
     path = resolve(source)
     config = load_config(path)
-    model = Model(config, load_weights(path, config, dtype, device))
+    load = load_weights if quantization is None else load_kept
+    model = Model(config, load(path, config, dtype, device))
     join_qkv(model)
+    if quantization is not None:
+        pack_weights(model)
+        warn_dequantized(model)
     return model
 
 
@@ -143,8 +152,41 @@ def join_qkv(model: Model) -> None:
     for i, layer in enumerate(model.layers):
         for kind in ("weight", "bias") if model.config.qkv_bias else ("weight",):
             names = [f"self_attn.{letter}_proj.{kind}" for letter in "qkv"]
-            joined = torch.cat([layer[name] for name in names])
-            views = joined.split([len(layer[name]) for name in names])
+            rows = [layer[name] for name in names]
+            if len({type(weight) for weight in rows}) > 1:
+                continue  # a part of them is in four bits
+            joined = concatenate(rows) if isinstance(rows[0], Q4Weight) else torch.cat(rows)
+            views = joined.split([len(weight) for weight in rows])
             for name, view in zip(names, views, strict=True):
                 layer[name] = model.weights[f"model.layers.{i}.{name}"] = view
             layer[f"self_attn.qkv_proj.{kind}"] = joined
+
+
+def pack_weights(model: Model) -> None:
+    """Pack the weights in four bits that the model multiplies by; no other weight is changed.
+
+    The embedding is looked up by row, and q, k and v are parts of qkv_proj: these need no packed
+    form.
+    """
+    for layer in model.layers:
+        parts = [f"self_attn.{letter}_proj.weight" for letter in "qkv"]
+        joined = "self_attn.qkv_proj.weight" in layer
+        for name, weight in layer.items():
+            if isinstance(weight, Q4Weight) and not (joined and name in parts):
+                weight.pack()
+    head = model.weights["lm_head.weight"]
+    if isinstance(head, Q4Weight):
+        head.pack()
+
+
+def warn_dequantized(model: Model) -> None:
+    """Warn, in one line, about matrices that are not in four bits; the line gives one reason."""
+    matrices = {name: w for name, w in model.weights.items() if len(w.shape) == 2}
+    others = {name: w for name, w in matrices.items() if not isinstance(w, Q4Weight)}
+    if others:
+        name, weight = next(iter(others.items()))
+        warnings.warn(
+            f"q4: {len(others)} of {len(matrices)} matrices are dequantised to {weight.dtype}; "
+            f"{name}: {why_not(weight.shape, weight.device)}",
+            stacklevel=3,
+        )

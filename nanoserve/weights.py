@@ -11,6 +11,17 @@ import torch
 
 from nanoserve.config import ModelConfig, UnsupportedModel, read_json
 from nanoserve.gguf_file import check_readable, open_gguf
+from nanoserve.quant import (
+    GROUP,
+    Q4Weight,
+    Weight,
+    check_quantization,
+    concatenate,
+    from_q4_blocks,
+    from_q8_blocks,
+    quantize,
+    why_not,
+)
 
 if TYPE_CHECKING:
     from gguf import ReaderTensor
@@ -32,15 +43,20 @@ GGUF_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 
+EIGHT_BITS = ("model.embed_tokens.weight", "lm_head.weight")  # in q4, these keep eight bits
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file: its shape, and read() to load its values."""
+    """A tensor in a file: its shape, and read() to load its values.
+
+    A GGUF tensor has read_q4(bits), which loads a matrix in four or eight bits.
+    """
 
     shape: tuple[int, ...]
     read: Callable[[], torch.Tensor]
+    read_q4: Callable[[int], Q4Weight] | None = None
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -79,31 +95,58 @@ def load_weights(
     config: ModelConfig,
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
-) -> dict[str, torch.Tensor]:
+    quantization: str | None = None,
+) -> dict[str, Weight]:
     """Read a folder of safetensors, or a .gguf file, into {Hugging Face name: tensor}.
 
     The result always has "lm_head.weight"; a tied head is the embedding itself, in the same memory.
+    With quantization "q4", matrices are Q4Weights: the embedding and the head in eight bits, the
+    others in four. A matrix that cannot be multiplied in four bits is dequantised (`why_not`).
     Raises a ValueError that names the file or tensor: a file that cannot be read or is not whole; a
     tensor that is missing, surplus or of the wrong shape; a head that contradicts the config.
     """
-    stored = list_gguf(path, config) if path.suffix == ".gguf" else list_safetensors(path)
-    head = stored.pop("lm_head.weight", None)
-    check_shapes(stored, expected_shapes(config))
-    if head is not None:
-        shape = (config.vocab_size, config.hidden_size)
-        check_shapes({"lm_head.weight": head}, {"lm_head.weight": shape})
-    elif not config.tied_head:
-        raise ValueError("tensor lm_head.weight is missing, and tie_word_embeddings is not true")
-    weights = {name: tensor.read().to(device, dtype) for name, tensor in stored.items()}
+    check_quantization(quantization)
+
+    def load(name: str, tensor: StoredTensor) -> Weight:
+        if quantization is None or len(tensor.shape) == 1 or tensor.shape[1] % GROUP:
+            return tensor.read().to(device, dtype)
+        weight = load_q4(name, tensor).to(device)
+        return weight if why_not(weight.shape, weight.device) is None else weight.dequantize(dtype)
+
+    weights = {name: load(name, tensor) for name, tensor in list_weights(path, config).items()}
     embedding = weights["model.embed_tokens.weight"]
-    weights["lm_head.weight"] = embedding if head is None else head.read().to(device, dtype)
-    if config.tied_head and head is not None:
-        if not torch.equal(weights["lm_head.weight"], embedding):
+    head = weights.setdefault("lm_head.weight", embedding)
+    if config.tied_head and head is not embedding:
+        if not head.equal(embedding):
             raise ValueError(
                 "tensor lm_head.weight differs from the embedding, but tie_word_embeddings is true"
             )
         weights["lm_head.weight"] = embedding
     return weights
+
+
+def list_weights(path: Path, config: ModelConfig) -> dict[str, StoredTensor]:
+    """The stored tensors of a checkpoint, after a check of their names and shapes.
+
+    "lm_head.weight" is among them if the file has a head; without one, the head is tied.
+    """
+    stored = list_gguf(path, config) if path.suffix == ".gguf" else list_safetensors(path)
+    expected = expected_shapes(config)
+    if "lm_head.weight" in stored:
+        expected["lm_head.weight"] = (config.vocab_size, config.hidden_size)
+    check_shapes(stored, expected)
+    if "lm_head.weight" not in stored and not config.tied_head:
+        raise ValueError("tensor lm_head.weight is missing, and tie_word_embeddings is not true")
+    return stored
+
+
+def load_q4(name: str, tensor: StoredTensor) -> Q4Weight:
+    """A stored matrix in four bits; the embedding and the head in eight.
+
+    These are the file's own numbers where it has them, else they are rounded to the nearest.
+    """
+    bits = 8 if name in EIGHT_BITS else 4
+    return quantize(tensor.read(), bits) if tensor.read_q4 is None else tensor.read_q4(bits)
 
 
 def check_shapes(stored: dict[str, StoredTensor], expected: dict[str, tuple[int, ...]]) -> None:
@@ -175,13 +218,46 @@ def list_gguf(path: Path, config: ModelConfig) -> dict[str, StoredTensor]:
             raise UnsupportedModel(f"tensor {tensor.name}: quantisation {kind} is not supported")
 
         def read(tensor: "ReaderTensor" = tensor) -> torch.Tensor:
-            values = dequantize(tensor)
-            heads = {"attn_q": config.n_q, "attn_k": config.n_kv}.get(tensor.name.split(".")[-2])
-            return unpermute(values, heads) if heads and config.family == "llama" else values
+            heads = rotated_heads(tensor, config)
+            return unpermute(dequantize(tensor), heads) if heads else dequantize(tensor)
+
+        def read_q4(bits: int, tensor: "ReaderTensor" = tensor) -> Q4Weight:
+            heads, weight = rotated_heads(tensor, config), keep_bits(tensor, bits)
+            return weight.map(lambda t: unpermute(t, heads)) if heads else weight
 
         # GGUF lists dimensions from the innermost to the outermost.
-        stored[hf_name(tensor.name)] = StoredTensor(tuple(map(int, tensor.shape[::-1])), read)
+        shape = tuple(map(int, tensor.shape[::-1]))
+        stored[hf_name(tensor.name)] = StoredTensor(shape, read, read_q4)
     return stored
+
+
+def rotated_heads(tensor: "ReaderTensor", config: ModelConfig) -> int | None:
+    """The number of heads of a Llama's q or k, whose rows GGUF permutes; None for the others."""
+    if config.family != "llama":
+        return None
+    return {"attn_q": config.n_q, "attn_k": config.n_kv}.get(tensor.name.split(".")[-2])
+
+
+def keep_bits(tensor: "ReaderTensor", bits: int) -> Q4Weight:
+    """A GGUF matrix in four or eight bits.
+
+    Q4_0, Q4_1 and, for 8 bits, Q8_0 keep the file's own numbers. Other kinds are dequantised and
+    rounded, some rows at a time.
+    """
+    from gguf.quants import dequantize as dequantize_any
+
+    kind, rows = tensor.tensor_type.name, max(1, (1 << 20) // int(tensor.shape[0]))
+    parts = []
+    for start in range(0, len(tensor.data), rows):
+        data = tensor.data[start : start + rows]
+        if kind in ("Q4_0", "Q4_1"):
+            parts.append(from_q4_blocks(torch.from_numpy(np.array(data)), kind))
+        elif kind == "Q8_0" and bits == 8:
+            parts.append(from_q8_blocks(torch.from_numpy(np.array(data))))
+        else:
+            values = dequantize_any(data, tensor.tensor_type)
+            parts.append(quantize(torch.from_numpy(np.array(values)), bits))
+    return concatenate(parts)
 
 
 def hf_name(gguf_name: str) -> str:

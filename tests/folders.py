@@ -45,7 +45,8 @@ def write_checkpoint(
     **changes: Any,
 ) -> Path:
     """Write a random model of a kind and its tokenizer in the Hugging Face layout."""
-    save(random_model(kind, vocab_size=VOCABULARY, bos_token_id=BOS, **changes), folder)
+    changes = {"vocab_size": VOCABULARY, "bos_token_id": BOS} | changes
+    save(random_model(kind, **changes), folder)
     for name in ("config.json", "generation_config.json"):
         edit_json(folder / name, eos_token_id=eos)
     (folder / "tokenizer.json").write_text(tokenizer_json(add_bos), encoding="utf-8")

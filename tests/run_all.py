@@ -41,7 +41,7 @@ def notebooks(*days: int | str) -> str:
 
 
 # days that compare with an oracle
-NUMERICAL = notebooks(4, 5, 6, 7, 8, 9, 11, 18, 22, 25, 28, 29, 30, 31)
+NUMERICAL = notebooks(4, 5, 6, 7, 8, 9, 11, 18, 22, 25, 28, 29, 30, 31, 33)
 KERNELS = notebooks(*range(18, 32), "appendix_a")
 
 MODEL = {"the model": "nanoserve fetch"}

@@ -110,6 +110,42 @@ def test_launches_one_after_another_do_not_disturb_each_other(backend):
             assert_batch(BACKENDS[backend](*arguments), expected)
 
 
+@pytest.mark.parametrize("scale", [None, 0.3, -0.3])
+def test_equal_calls_see_every_change_in_place(scale):
+    """The layers of a step: from the third call on, nothing of a launch is computed again."""
+    torch.manual_seed(7)
+    q, pools = torch.randn(3, 6, 64), torch.randn(2, 160, 2, 64)
+    tables = PagedTables(
+        block_tables=torch.randperm(10)[:9].view(3, 3).int(),
+        kv_lens=torch.tensor([41, 20, 1], dtype=torch.int32),
+        query_starts=torch.arange(4, dtype=torch.int32),
+        block_size=16,
+        max_query_len=1,
+        max_kv_len=48,
+    )
+
+    def changed(step):
+        if step == 1:
+            tables.kv_lens.copy_(torch.tensor([3, 48, 17]))
+        elif step == 2:
+            tables.block_tables.copy_(torch.randperm(10)[:9].view(3, 3))
+        elif step == 3:
+            tables.kv_lens[1] = 0  # a padded row
+            tables.block_tables[1] = -1
+
+    for step in range(4):
+        changed(step)
+        for _ in range(4):
+            q.normal_(), pools.normal_()
+            with use_backend("tlsim"):
+                out = paged_attention_batch_dispatch(q, *pools, tables, 3, scale)
+            expected = paged_attention_batch_reference(q, *pools, tables, 3, scale)
+            torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-4)
+    tables.block_tables[0] = 10
+    with pytest.raises(ValueError, match="block_tables has block 10"), use_backend("tlsim"):
+        paged_attention_batch_dispatch(q, *pools, tables, 3, scale)
+
+
 @backends
 def test_launches_whose_strides_vary_together_or_alone_do_not_disturb_each_other(backend):
     """A recording takes the strides that have varied as inputs, in an order that stays."""

@@ -3,6 +3,7 @@
 import csv
 import sys
 from collections.abc import Iterable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,19 +16,24 @@ from nanoserve.bench.decode import (
     bytes_per_token,
     decode_benchmark,
     engine_path,
+    gguf_bytes,
+    llama_path,
+    near_greedy,
     oracle_path,
     paged_path,
+    step_bytes,
 )
 from nanoserve.bench.timing import median_times, read_bandwidth, token_times
 from nanoserve.cache import BLOCK_SIZE, PagedKVCache
 from nanoserve.cli import main
 from nanoserve.config import parse_config
-from nanoserve.fetch import fetch
+from nanoserve.fetch import fetch, gguf_path
 from nanoserve.kernels.dispatch import paged_attention_dispatch
 from nanoserve.layers import sdpa
 from nanoserve.model import load_model
 from nanoserve.oracle import load_oracle
 from tests.checkpoints import KINDS, SHAPES, random_model, save
+from tests.folders import write_checkpoint
 
 
 class ScriptedClock:
@@ -121,6 +127,85 @@ def test_the_benchmark_gives_medians_after_a_check_that_is_the_warm_up():
     # ours: run 0 is its check, runs 1 to 3 are timed; theirs: runs 0 and 1 are checks
     assert rows == [DecodeRow("ours", 5, 8 * 3, 3), DecodeRow("theirs", 5, 2 * 4, 4 * 4)]
     assert [name for name, _ in log][3:] == ["ours", "theirs"] * 3
+
+
+def test_a_check_of_its_own_replaces_equality_with_the_reference():
+    clock, log, seen = ScriptedClock(), [], []
+    paths = {
+        "exact": scripted_path(clock, "exact", log, 1, 1),
+        "near": scripted_path(clock, "near", log, 1, 1, ids=(4, 5, 9, 7)),
+    }
+
+    def check(answer):
+        return lambda prompt, ids: seen.append((prompt, ids)) or answer
+
+    def run(checks):
+        return decode_benchmark(paths, "exact", [[1] * 3], 4, 1, clock, checks)
+
+    assert [row.path for row in run({"near": check(True)})] == ["exact", "near"]
+    assert seen == [([1] * 3, [4, 5, 9, 7])]
+    for checks in ({}, {"near": check(False)}):
+        with pytest.raises(WrongAnswer, match="near and exact differ at prompt length 3"):
+            run(checks)
+
+
+def test_near_greedy_allows_what_rounding_can_change_and_no_more(tmp_path):
+    model = load_model(write_checkpoint(tmp_path))
+    prompt, ids = [5, 9, 3], []
+    for _ in range(4):
+        ids.append(int(model(torch.tensor([prompt + ids]))[0, -1].argmax()))
+    assert near_greedy(model, 0.0)(prompt, ids)
+    for i in range(4):
+        logits = model(torch.tensor([prompt + ids[:i]]))[0, -1]
+        second = logits.topk(2).indices[1]
+        gap, other = float(logits.max() - logits[second]), [*ids[:i], int(second)]
+        assert near_greedy(model, gap + 1e-3)(prompt, other)
+        assert not near_greedy(model, gap - 1e-3)(prompt, other)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_bytes_of_a_step_are_counted_from_what_a_model_keeps(tied, tmp_path):
+    sizes = {"hidden_size": 192, "intermediate_size": 96, "head_dim": 32, "vocab_size": 272}
+    folder = write_checkpoint(tmp_path, **sizes, tie_word_embeddings=tied)
+    for dtype in (torch.float32, torch.bfloat16):
+        model = load_model(folder, dtype)
+        assert step_bytes(model, 50) == bytes_per_token(model.config, 50, dtype)
+    kept, config = load_model(folder, torch.bfloat16, quantization="q4"), model.config
+    norms = 2 * 192 * (2 * config.num_layers + 1)
+    of_four_bits = bytes_per_token(config, 0, torch.uint8) - norms // 2 - 272 * 192
+    # 16 bytes of numbers and 4 of scale and minimum in 32; twice as many in eight bits
+    expected = norms + (of_four_bits + 2 * 272 * 192) * 20 // 32
+    assert step_bytes(kept, 0) == expected
+    cached = 2 * config.num_layers * 2 * 50 * config.n_kv * 32
+    assert step_bytes(kept, 50) == expected + cached
+
+
+def test_llama_cpps_bytes_are_those_of_its_file():
+    config = load_model("smollm2").config
+    cached = 30 * 2 * 100 * 3 * 64 * 2
+    assert gguf_bytes(gguf_path(), config, 100) - gguf_bytes(gguf_path(), config, 0) == cached
+    assert 0.9 < gguf_bytes(gguf_path(), config, 0) / gguf_path().stat().st_size < 1
+
+
+def test_llama_cpps_loop_passes_on_each_token_and_starts_anew(monkeypatch):
+    """A stand-in for the package llama-cpp-python, with the calls that the code path makes."""
+
+    class Llama:
+        def __init__(self, path, **options):
+            self.options = options
+
+        def reset(self):
+            log.append("reset")
+
+        def generate(self, prompt, temp, repeat_penalty):
+            assert (prompt, temp, repeat_penalty) == ([1, 2], 0.0, 1.0)
+            yield from (7, 8, 9, 10)
+
+    log, told = [], []
+    monkeypatch.setitem(sys.modules, "llama_cpp", SimpleNamespace(Llama=Llama))
+    path = llama_path(gguf_path(), 30)
+    assert path((1, 2), 3, told.append) == [7, 8, 9] == told
+    assert log == ["reset"]
 
 
 def test_the_benchmark_goes_through_the_prompts_in_order():

@@ -32,6 +32,14 @@ def tiny(tmp_path_factory) -> str:
 
 
 @pytest.fixture(scope="module")
+def fits_q4(tmp_path_factory) -> str:
+    """A checkpoint whose matrices can be kept in four bits."""
+    sizes = {"hidden_size": 192, "intermediate_size": 96, "head_dim": 32}
+    folder = tmp_path_factory.mktemp("fits_q4")
+    return str(write_checkpoint(folder, eos=None, vocab_size=272, **sizes))
+
+
+@pytest.fixture(scope="module")
 def endless(tmp_path_factory) -> str:
     """A model that generates text for minutes."""
     folder = tmp_path_factory.mktemp("endless")
@@ -181,8 +189,42 @@ def test_generate_continues_the_prompt_as_llm_does(options, params, run, tiny):
     code, out, err = run("generate", "he", "--model", tiny, "--max-tokens", "5", *options)
     assert (code, out) == (0, f"he{expected}\n")
     assert re.fullmatch(
-        r"\[5 tokens in [\d.]+ s, [\d.]+ tokens/s(, the first after [\d.]+ s)?\]\n", err
+        r"\[5 tokens in [\d.]+ s, [\d.]+ tokens/s(, the first after [\d.]+ s)?; (\w+)\]\n", err
+    )[2] == str(dtype).removeprefix("torch.")
+
+
+@pytest.mark.parametrize(
+    ("capability", "options", "runs"),
+    [
+        ("AVX512", [], "q4 weights, float32"),
+        ("AVX2", [], "q4 weights, float32"),
+        ("DEFAULT", [], "float32"),
+        ("AVX512", ["--quantization", "none"], "float32"),
+        ("AVX512", ["--dtype", "float32"], "float32"),  # the exact code path
+        ("AVX512", ["--dtype", "bfloat16"], "bfloat16"),
+        ("DEFAULT", ["--quantization", "q4"], "q4 weights, float32"),
+        ("AVX512", ["--dtype", "float16", "--quantization", "q4"], "q4 weights, float16"),
+    ],
+)
+@pytest.mark.parametrize("command", ["chat", "generate"])
+def test_q4_runs_where_it_is_fast_and_the_last_line_says_so(
+    command, capability, options, runs, run, fits_q4, monkeypatch
+):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr("nanoserve.quant.has_cpu_product", lambda: True)
+    monkeypatch.setattr("nanoserve.layers._bfloat16_products", lambda: False)
+    code, _, err = run(command, "he", "--model", fits_q4, "--max-tokens", "2", *options)
+    assert (code, err.endswith(f"; {runs}]\n")) == (0, True)
+
+
+def test_auto_needs_a_model_whose_matrices_all_fit_and_explicit_q4_says_what_does_not(run, tiny):
+    assert run("generate", "he", "--model", tiny, "--max-tokens", "2")[2].endswith("; float32]\n")
+    code, _, err = run(
+        "generate", "he", "--model", tiny, "--max-tokens", "2", "--quantization", "q4"
     )
+    assert code == 0
+    assert err.count("\n") == 2
+    assert re.match(r"nanoserve: q4: \d+ of \d+ matrices are dequantised to .*multiple of 32", err)
 
 
 def test_chat_answers_as_llm_does(run, tiny):
@@ -471,8 +513,24 @@ def test_doctor_prints_what_a_bug_report_needs(run):
     assert re.match("cpu|cuda: .+, capability|mps", rows["device"])
     assert rows["threads"] == str(torch.get_num_threads())
     assert rows["attention runs"].startswith(f"under {select_backend(best_device())} on ")
+    assert re.match("in four bits \\(q4\\), activations in |in float32, ", rows["weights run"])
     assert rows["model"].endswith("(whole)")
     assert str(Path.home()) not in out
+
+
+@pytest.mark.parametrize(
+    ("capability", "product", "line"),
+    [
+        ("AVX2", True, "in four bits (q4), activations in float32: this CPU has AVX2"),
+        ("DEFAULT", True, "in float32, not in four bits: PyTorch's four-bit product is fast with "),
+        ("AVX512", False, "in float32, not in four bits: this torch has no four-bit product for "),
+    ],
+)
+def test_doctor_says_in_which_format_the_weights_would_run(capability, product, line, monkeypatch):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr("nanoserve.quant.has_cpu_product", lambda: product)
+    monkeypatch.setattr("nanoserve.layers._bfloat16_products", lambda: False)
+    assert dict(cli.report())["weights run"].startswith(line)
 
 
 def test_doctor_works_where_there_is_nothing(run, monkeypatch, tmp_path):
@@ -546,34 +604,48 @@ def _missing(package: str) -> str:
 # bench
 
 
-@pytest.mark.parametrize("cached", [True, False])
-def test_bench_decode_prints_times_and_ratios(cached, run, tiny, monkeypatch):
+@pytest.mark.parametrize(
+    ("switch", "names"),
+    [
+        ([], ["float32", "bfloat16", "q4", "float32 paged", "q4 paged", "transformers"]),
+        (["--no-cache"], ["float32", "transformers"]),
+        (["--dtype", "bfloat16"], ["bfloat16", "transformers"]),
+        (["--quantization", "none"], ["float32", "float32 paged", "transformers"]),
+        (["--quantization", "q4"], ["q4"]),
+    ],
+)
+def test_bench_decode_prints_times_bytes_and_ratios(switch, names, run, fits_q4, monkeypatch):
     monkeypatch.setattr(timing, "read_bandwidth", lambda: 1e10)
+    monkeypatch.setattr("nanoserve.bench.decode.near_greedy", lambda model: lambda *ids: True)
     args = ["--context", "5", "--context", "20", "--rounds", "1", "--tokens", "3"]
-    switch = [] if cached else ["--no-cache"]
-    code, out, _ = run("bench", "decode", "--model", tiny, *args, *switch)
+    code, out, _ = run("bench", "decode", "--model", fits_q4, *args, *switch)
     lines = out.splitlines()
-    names = ["nanoserve", "transformers", *["paged"] * cached]
-    each = 2 * len(names) - 1  # a line for each path, and a ratio for each of ours
+    each = 2 * len(names) - 1  # a line for each code path, and a ratio for all but the reference
+    cached = switch != ["--no-cache"]
     assert (code, len(lines)) == (0, 1 + 2 * each)
-    assert lines[0].startswith(f"cache {'on' if cached else 'off'}, float32, ")
+    assert lines[0].startswith(f"cache {'on' if cached else 'off'}, {torch.get_num_threads()} thr")
     assert lines[0].endswith("peak bandwidth 10.0 GB/s")
+    base = "transformers" if "transformers" in names else names[0]
     for context, group in {"5": lines[1 : 1 + each], "20": lines[1 + each :]}.items():
-        timed, ratios = group[: len(names)], group[len(names) :]
-        for line, name in zip(timed, names, strict=True):
+        timed, ratios = dict(zip(names, group, strict=False)), group[len(names) :]
+        for name, line in timed.items():
             assert re.match(rf" +{context} tokens  {name} +TTFT +[\d.]+ ms  TPOT +[\d.]+ ms", line)
+            assert 1e3 / _number("TPOT", line) == pytest.approx(
+                float(re.search(r"([\d.]+) tokens/s", line)[1]), rel=0.05
+            )
             assert ("of peak" in line) == cached
-        theirs = timed.pop(1)
-        for ours, ratio in zip(timed, ratios, strict=True):
+        theirs = timed.pop(base)
+        for (name, ours), ratio in zip(timed.items(), ratios, strict=True):
             shown = re.fullmatch(
-                r" +(\w+) is ([\d.]+) times as fast as transformers"
-                r" in TTFT, ([\d.]+) times in TPOT",
+                rf" +{name} is ([\d.]+) times as fast as {base} in TTFT, ([\d.]+) times in TPOT",
                 ratio,
             )
-            assert shown[1] in ours
-            for number, word in ((shown[2], "TTFT"), (shown[3], "TPOT")):
+            for number, word in ((shown[1], "TTFT"), (shown[2], "TPOT")):
                 expected = _number(word, theirs) / _number(word, ours)
                 assert float(number) == pytest.approx(expected, rel=0.2)
+    if switch == []:
+        sizes = [float(re.search(r"([\d.]+) MB/token", line)[1]) for line in lines[1:4]]
+        assert sizes[0] > sizes[1] > sizes[2] > 0
 
 
 def _number(word: str, line: str) -> float:
@@ -584,7 +656,19 @@ def test_bench_decode_shows_no_time_for_a_wrong_answer(run, tiny, monkeypatch):
     monkeypatch.setattr("nanoserve.model.rms_norm", lambda x, weight, eps: x)
     code, out, err = run("bench", "decode", "--model", tiny, "--context", "5", "--tokens", "3")
     assert (code, out) == (2, "")
-    assert err.endswith("nanoserve: nanoserve and transformers differ at prompt length 5\n")
+    assert err.endswith("nanoserve: float32 and transformers differ at prompt length 5\n")
+
+
+def test_bench_perplexity_compares_q4_with_the_exact_model(run, fits_q4):
+    code, out, _ = run("bench", "perplexity", "--model", fits_q4, "--tokens", "40")
+    exact, kept = (
+        re.match(r"(\w+) +perplexity +([\d.]+), 40 tokens(, [+-][\d.]+%)?$", line).groups()
+        for line in out.splitlines()
+    )
+    assert (code, exact[0], exact[2], kept[0]) == (0, "float32", None, "q4")
+    assert float(kept[2][2:-1]) == pytest.approx(
+        100 * (float(kept[1]) / float(exact[1]) - 1), abs=0.02
+    )
 
 
 # course

@@ -9,6 +9,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import mangle_type
 
+from nanoserve.kernels.dequant_matvec import (
+    dequant_matvec_kernel,
+    dequant_rows_kernel,
+    launch_matvec,
+    matvec_launch,
+)
 from nanoserve.kernels.dispatch import launch, launch_batch
 from nanoserve.kernels.paged_attention import paged_attention_kernel
 from nanoserve.kernels.reference import PagedTables
@@ -154,3 +160,34 @@ def test_wide_heads_and_small_gpus_have_room(capability, head_dim, dtype, kind):
     for recorder in vars(launched(kind, capability, head_dim, dtype)).values():
         if recorder.given:
             assert recorder.compiled(capability).metadata.shared <= SHARED[capability]
+
+
+class Matvec:
+    """Recorders under the names of the kernels of dequant_matvec."""
+
+    def __init__(self) -> None:
+        self.dequant_matvec_kernel = Recorder(dequant_matvec_kernel)
+        self.dequant_rows_kernel = Recorder(dequant_rows_kernel)
+
+
+@pytest.mark.parametrize("width", [2048, 8192])
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize(("capability", "dtype"), TYPES)
+def test_the_product_in_four_bits_compiles_for_every_gpu_and_fits_there(
+    capability, dtype, rows, width
+):
+    num_out = 64
+    scales = torch.zeros(num_out, width // 32, dtype=torch.bfloat16)
+    numbers = torch.zeros(num_out, width // 2, dtype=torch.uint8)
+    kernels, x = Matvec(), torch.zeros(rows, width, dtype=dtype)
+    found = matvec_launch(rows, width, divmod(capability, 10))
+    overlap = capability >= 90
+    launch_matvec(kernels, x, numbers, scales, scales, found, 132, overlap)
+    (recorder,) = (found for found in vars(kernels).values() if found.given)
+    kernel = recorder.compiled(capability)
+    assert kernel.asm["cubin"]
+    assert kernel.metadata.shared <= SHARED[capability]
+    if rows == 1:  # the weight goes from memory to registers: shared memory has only partial sums
+        assert kernel.metadata.shared <= 4 * KIB
+        assert "cvt.rn.f32.s32" not in kernel.asm["ptx"]  # no integer is converted
+        assert ("griddepcontrol.wait" in kernel.asm["ptx"]) == overlap

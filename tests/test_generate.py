@@ -792,3 +792,15 @@ def test_a_chat_without_a_template_says_so(tmp_path):
     edit_json(tmp_path / "tokenizer_config.json", chat_template=...)
     with pytest.raises(ValueError, match="this checkpoint has no chat template"):
         LLM(tmp_path).chat([{"role": "user", "content": "hi"}])
+
+
+@pytest.mark.parametrize("kind", ["naive", "paged"])
+def test_a_cache_and_logits_of_next_logits_can_be_written_to_outside(kind, tmp_path):
+    """next_logits runs the layers in inference mode, whose tensors nothing else may change."""
+    model = load_model(write_checkpoint(tmp_path, max_position_embeddings=300))
+    cache = new_cache(kind, model, 200)
+    for _ in range(2):
+        next_logits(model, [1, 2, 3], cache)[0] = -1.0
+        with torch.no_grad():
+            assert model(torch.tensor([[4] * 70]), cache).shape[1] == 70
+    assert cache.seq_len == 146

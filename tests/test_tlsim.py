@@ -86,8 +86,10 @@ def test_a_number_with_a_name_is_a_tensor_and_meets_others_as_one():
 
 
 def test_a_number_that_the_dtype_of_a_block_cannot_hold_is_refused():
-    with refuses("1099511627776 is out of range for torch.int32"):
+    with refuses("cannot be converted to type int32"):
         of(lambda: block(1, 2) + 2**40)
+    with refuses("-1 is out of range for uint8"):
+        of(lambda: block(1, 2, dtype=tl.uint8) + -1)
     assert of(lambda: tl.full((2,), 2**40, tl.int64) + 1).dtype == tl.int64
 
 
@@ -119,15 +121,17 @@ def test_shapes_broadcast_from_the_last_axis():
     assert of(table).shape == (4, 2)
     assert lanes(table).tolist() == [[0, 1], [10, 11], [20, 21], [30, 31]]
     assert of(lambda: table() + tl.arange(0, 2)).shape == (4, 2)
-    with refuses(r"shapes \[4\] and \[8\] do not broadcast"):
+    with refuses(r"broadcast.* \(8,\).* \[4\]"):
         of(lambda: tl.arange(0, 4) + tl.arange(0, 8))
-    with refuses(r"shapes \[4, 2\] and \[4\] do not broadcast"):
+    with refuses(r"broadcast.* \(4,\).* \[4, 2\]"):
         of(lambda: table() + tl.arange(0, 4))
 
 
 def test_a_block_is_indexed_by_none_alone():
     assert of(lambda: tl.arange(0, 4)[None, :, None]).shape == (1, 4, 1)
-    for index in (0, slice(0, 2), (slice(None), slice(None), None), ...):
+    with refuses("a block of 2 axes has no axis 2"):
+        of(lambda: tl.arange(0, 4)[:, :, None])
+    for index in (0, slice(0, 2), ...):
         with refuses("can be indexed only by None and :"):
             of(lambda index=index: tl.arange(0, 4)[index])
 
@@ -179,7 +183,7 @@ def test_reductions_by_axis_and_of_all():
     assert lanes(lambda: tl.min(table())).item() == 0
     assert of(lambda: tl.sum(table(), axis=1, keep_dims=True)).shape == (4, 1)
     assert of(lambda: tl.sum(table(), keep_dims=True)).shape == (1, 1)
-    with refuses(r"shape \[4, 2\] has no axis 2"):
+    with refuses("a block of 2 axes has no axis 2"):
         of(lambda: tl.sum(table(), axis=2))
 
 
@@ -224,7 +228,7 @@ def test_dot_refuses_what_tensor_cores_do_not_do():
 
 
 def test_functions_of_a_lane_are_for_float32_alone():
-    with refuses("e to the power x is for float32 and float64, not torch.float16: cast"):
+    with refuses("tl.exp is for float32 and float64, not torch.float16: cast"):
         of(lambda: tl.exp(block(1, 2, dtype=tl.float16)))
     assert lanes(lambda: tl.exp2(block(1, 3, dtype=tl.float32))).tolist() == [2, 8]
     assert tl.math.exp is tl.exp
@@ -238,9 +242,9 @@ def test_shapes_are_changed_in_row_major_order():
     assert lanes(lambda: tl.trans(table())).tolist() == [[0, 2, 4, 6], [1, 3, 5, 7]]
     assert of(lambda: tl.expand_dims(table(), -1)).shape == (4, 2, 1)
     assert lanes(lambda: tl.broadcast_to(tl.arange(0, 2), (4, 2))).tolist() == [[0, 1]] * 4
-    with refuses("the numbers of lanes differ"):
+    with refuses("invalid for input of size 8"):
         of(lambda: tl.reshape(tl.arange(0, 8), (4, 4)))
-    with refuses(r"\[8\] does not broadcast to \[4, 2\]"):
+    with refuses(r"broadcast.* \(4, 2\).* \[1, 8\]"):
         of(lambda: tl.broadcast_to(tl.arange(0, 8), (4, 2)))
 
 
@@ -287,11 +291,10 @@ def test_a_pointer_is_moved_by_integers_alone():
         lambda p: p - p,
         lambda p: -p,
         lambda p: p > 0,
+        lambda p: p.to(tl.int64),
     ):
         with refuses(r"a pointer into x_ptr allows only \+ and - of integers"):
             kernel[(1,)](wrong, x)
-    with refuses("cannot be cast"):
-        kernel[(1,)](lambda p: p.to(tl.int64), x)
     with refuses("tl.load needs pointers, got torch.int32"):
         kernel[(1,)](lambda p: tl.load(tl.arange(0, 4)), x)
     kernel[(1,)](lambda p: tl.load(1 + (p + 4) - tl.arange(2, 4)), x)
@@ -340,11 +343,11 @@ def test_masks_are_int1_and_have_to_broadcast():
     def kernel(f: tl.constexpr, x_ptr):
         f(x_ptr + tl.arange(0, 8))
 
-    with refuses(r"a mask of shape \[4\] does not fit pointers \[8\]"):
+    with refuses(r"broadcast.* \(8,\).* \[4\]"):
         kernel[(1,)](lambda p: tl.load(p, mask=tl.arange(0, 4) > 0), x)
-    with refuses(r"a value of shape \[8, 8\] does not fit pointers \[8\]"):
+    with refuses(r"a block of shape \[8, 8\] does not broadcast to \[8\]"):
         kernel[(1,)](lambda p: tl.store(p, tl.zeros((8, 8), tl.float32)), x)
-    with refuses("a mask must be int1, as a comparison returns it, got torch.int32"):
+    with refuses("a mask must be int1, got torch.int32"):
         kernel[(1,)](lambda p: tl.load(p, mask=tl.arange(0, 8)), x)
     with refuses("takes `other` only with a mask"):
         kernel[(1,)](lambda p: tl.load(p, other=0.0), x)
@@ -506,11 +509,11 @@ def test_an_error_of_python_or_torch_names_the_line_of_the_kernel():
         helper()
 
     where = rf"test_tlsim.py, line {line_of(helper, '# here')}: AttributeError"
-    with refuses(rf"{where}: a tensor has no .nothing in tlsim\n    return x.nothing"):
+    with refuses(rf"{where}: tlsim has no tl.nothing: .*\n    return x.nothing"):
         attribute[(1,)](torch.zeros(2), 2)
     with refuses(rf"line {line_of(types, 'tl.load')}: NameError: name 'nothing'"):
         types[(1,)](torch.zeros(2))
-    with refuses(rf"line {line_of(argument, 'helper()')}: TypeError: helper: missing a required"):
+    with refuses(rf"line {line_of(argument, 'helper()')}: TypeError: helper.. missing 1 required"):
         argument[(1,)](torch.zeros(2))
 
 
@@ -724,7 +727,7 @@ def test_bounds_of_a_loop():
         for _ in (1, 2, N):
             pass
 
-    with refuses("loops only over range, tl.range or tl.static_range"):
+    with refuses("a loop needs range or tl.static_range"):
         kernel[(1,)](3)
 
 
@@ -756,7 +759,7 @@ def test_an_if_that_depends_on_the_program_works_in_serial():
         tl.store(out_ptr + row, 1)
 
     out = torch.zeros(3)
-    with refuses("in lockstep all programs take the same branch"):
+    with refuses("in lockstep all programs take one branch"):
         kernel[(3,)](out)
     with tlsim.options(order="serial"):
         kernel[(3,)](out)
@@ -862,9 +865,9 @@ def test_a_grid_is_one_to_three_sizes_or_a_function_of_the_arguments():
 
 def test_arguments_that_do_not_fit_are_refused_by_name():
     x = torch.zeros(4)
-    with pytest.raises(TypeError, match="copy: missing a required argument: 'n'"):
+    with pytest.raises(TypeError, match=r"copy\(\) missing 2 required .* 'n' and 'BLOCK'"):
         copy[(1,)](x, x)
-    with pytest.raises(TypeError, match=r"copy: .*'BLOK'"):
+    with pytest.raises(TypeError, match=r"copy\(\) .*'BLOK'"):
         copy[(1,)](x, x, 4, 4, BLOK=4)
     with pytest.raises(TypeError, match="copy: n must not be a str"):
         copy[(1,)](x, x, "4", BLOCK=4)
@@ -1004,10 +1007,10 @@ def test_what_tlsim_does_not_speak_is_named():
         kernel[(1,)](torch.zeros(4))
 
 
-def test_a_kernel_without_source_is_refused():
+def test_a_kernel_has_a_source():
     namespace = {"tl": tl}
     exec("def kernel(x_ptr): pass", namespace)
-    with refuses("the source of this kernel cannot be read"):
+    with pytest.raises(OSError, match="could not get source code"):
         tlsim.jit(namespace["kernel"])
 
 
@@ -1024,12 +1027,12 @@ def test_options_are_checked_and_end_with_their_block():
     with (
         pytest.raises(
             ValueError,
-            match=r"order must be .* got 'random'",
+            match=r"order must be .*'random'",
         ),
         tlsim.options(order="random"),
     ):
         pass
-    with pytest.raises(ValueError, match="wave must be at least 1"), tlsim.options(wave=0):
+    with pytest.raises(ValueError, match="wave at least 1"), tlsim.options(wave=0):
         pass
     with tlsim.options(checks=False), tlsim.options(seed=3) as options:
         assert (options.checks, options.seed) == (False, 3)

@@ -222,6 +222,55 @@ def test_gradients_are_no_concern_of_a_replay():
             assert not scaled(x, lengths, 2.0).requires_grad
 
 
+def test_a_graph_repeats_a_launch_with_other_tensors(launches):
+    graph, lengths = tlsim.Graph("x_ptr", "out_ptr"), torch.tensor([5, 8, 7])
+    with tlsim.options(checks=False, replay=graph):
+        for _ in range(2):
+            assert not graph.replay(torch.zeros(3, 16), torch.zeros(3, 16))
+            scaled(torch.randn(3, 16), lengths, 2.0)
+    for _ in range(3):
+        x, out = torch.randn(3, 16, requires_grad=True), torch.full((3, 16), -1.0)
+        assert graph.replay(x, out)
+        assert torch.equal(out, expected(x.detach(), lengths, 2.0))
+    with tlsim.trace():
+        assert not graph.replay(x, out)
+    with tlsim.options(order="serial"):
+        assert not graph.replay(x, out)
+    assert launches == ["scale_rows"]
+
+
+def test_a_graph_keeps_no_tensor_that_it_replaces():
+    graph, lengths = tlsim.Graph("x_ptr", "out_ptr"), torch.tensor([5, 8, 7])
+    with tlsim.options(checks=False, replay=graph):
+        for _ in range(2):
+            x = torch.randn(3, 16)
+            scaled(x, lengths, 2.0)
+    alive = weakref.ref(x)
+    del x
+    gc.collect()
+    assert graph.run is not None and alive() is None
+
+
+@pytest.mark.parametrize("gap", [0, 8])
+def test_rows_of_neighbouring_programs_are_loaded_as_one(gap, launches):
+    @tlsim.jit
+    def rows(x_ptr, at_ptr, out_ptr, step):
+        i = tl.arange(0, 4)
+        at = tl.load(at_ptr + i) + tl.program_id(0) * step
+        x = tl.load(x_ptr + at[:, None] + tl.arange(0, 8)[None, :])
+        tl.store(out_ptr + tl.program_id(0) * 32 + i[:, None] * 8 + tl.arange(0, 8)[None, :], x)
+
+    with tlsim.options(**REPLAY):
+        for at in ([0, 16, 48, 8], [3, 40, 3, 0]):
+            x, out = torch.randn(48 + 3 * (8 + gap)), torch.zeros(3, 4, 8)
+            rows[(3,)](x, torch.tensor(at), out, 8 + gap)
+            for program in range(3):
+                for i, start in enumerate(at):
+                    first = start + program * (8 + gap)
+                    assert torch.equal(out[program, i], x[first : first + 8])
+    assert launches == ["rows"]
+
+
 # ---- the attention kernel
 
 

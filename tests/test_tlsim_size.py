@@ -8,10 +8,15 @@ from pathlib import Path
 from nanoserve.kernels import tlsim
 
 FOLDER = Path(tlsim.__file__).parent
-CORE = ("values", "memory", "launch", "loops")  # and this part of language:
-IN_LANGUAGE = {
-    *("program_id", "num_programs", "arange", "full", "zeros", "broadcast_to"),
-    *("reduce_sum", "reduce_max", "reduce_min", "_reduce", "dot"),
+CORE = {  # what Days 21 and 22 land, by module
+    "values": None,  # all of it
+    "grid": {"Options", "Wave", "options_now", "options", "current", "running", "waves"},
+    "memory": {"load", "store", "access", "joined", "take"},
+    "launch": {"HINTS", "Kernel", "jit"},
+    "language": {
+        *("program_id", "num_programs", "arange", "full", "zeros", "broadcast_to"),
+        *("_reduction", "reduce_sum", "reduce_max", "reduce_min", "dot", "Range", "kept"),
+    },
 }
 BLANK = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),
@@ -31,17 +36,32 @@ def code_lines(file: Path) -> set[int]:
     return {line for lines in code for line in lines} - strings
 
 
+def names_in(node: ast.AST, context: type) -> set[str]:
+    """The names that a piece of code uses (ast.Load) or binds (ast.Store)."""
+    found = (n for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, context))
+    return {n.id for n in found}
+
+
+def core_lines(module: str) -> int:
+    """The lines of code of a module's part of the core, and of the imports that it uses."""
+    file, chosen = FOLDER / f"{module}.py", CORE[module]
+    body = ast.parse(file.read_text(encoding="utf-8")).body
+    imports = [n for n in body if isinstance(n, ast.Import | ast.ImportFrom)]
+    plain = [n for n in body if isinstance(n, ast.Assign)]
+    bound = {n: names_in(n, ast.Store) if n in plain else {getattr(n, "name", "")} for n in body}
+    parts = [n for n in body if not chosen or (n not in imports and bound[n] & chosen)]
+    assert not chosen or chosen <= {name for n in parts for name in bound[n]}
+    used = {name for n in parts for name in names_in(n, ast.Load)}
+    parts += [n for n in imports if {a.asname or a.name for a in n.names} & used]
+    heads = {n: [n.lineno, *(d.lineno for d in getattr(n, "decorator_list", ()))] for n in parts}
+    lines = {line for n in parts for line in range(min(heads[n]), n.end_lineno + 1)}
+    return len(lines & code_lines(file))
+
+
 def test_the_core_is_small():
-    """Launch, program ids, blocks, pointers, values, load and store, reductions, dot, loops."""
-    language = FOLDER / "language.py"
-    body = ast.parse(language.read_text(encoding="utf-8")).body
-    chosen = [n for n in body if isinstance(n, ast.Import | ast.ImportFrom)]
-    chosen += [n for n in body if isinstance(n, ast.FunctionDef) and n.name in IN_LANGUAGE]
-    assert len(chosen) >= len(IN_LANGUAGE)
-    lines = {line for n in chosen for line in range(n.lineno, n.end_lineno + 1)}
-    core = sum(len(code_lines(FOLDER / f"{name}.py")) for name in CORE)
-    assert core + len(lines & code_lines(language)) <= 350
+    """Programs, blocks, pointers, load and store, reductions, dot, loops and the launch."""
+    assert sum(map(core_lines, CORE)) <= 350
 
 
 def test_all_of_it_does_not_grow():
-    assert sum(len(code_lines(file)) for file in FOLDER.glob("*.py")) <= 960
+    assert sum(len(code_lines(file)) for file in FOLDER.glob("*.py")) <= 822

@@ -1,9 +1,10 @@
-"""The decode benchmark: our loop with and without a cache, and transformers' generate."""
+"""The decode benchmark: our loop in each format of the weights, transformers and llama.cpp."""
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 
 import torch
@@ -13,6 +14,7 @@ from nanoserve.bench.timing import Clock, token_times
 from nanoserve.cache import NaiveKVCache
 from nanoserve.config import ModelConfig
 from nanoserve.generate import generate_tokens, new_cache
+from nanoserve.gguf_file import open_gguf
 from nanoserve.layers import Cache
 from nanoserve.model import Model
 from nanoserve.oracle import Oracle
@@ -21,6 +23,8 @@ from nanoserve.weights import expected_shapes
 
 # called with (prompt_ids, max_tokens, on_token); returns the generated token ids
 DecodePath = Callable[[Sequence[int], int, Callable[[int], None]], list[int]]
+# called with (prompt_ids, generated ids); returns whether the generated ids are right
+TokenCheck = Callable[[Sequence[int], Sequence[int]], bool]
 
 
 @dataclass(frozen=True)
@@ -40,17 +44,21 @@ def decode_benchmark(
     tokens: int = 8,
     rounds: int = 3,
     clock: Clock = time.perf_counter,
+    checks: Mapping[str, TokenCheck] | None = None,
 ) -> list[DecodeRow]:
     """Time each code path on each prompt, interleaved; rows hold medians over rounds and tokens.
 
     `paths` maps a name to a DecodePath, and `reference` is one of the names. Raises WrongAnswer if
-    a code path's tokens differ from the reference's; this check is also the warm-up.
+    a code path's tokens differ from the reference's. A path with an entry in `checks` is checked by
+    that function instead. The check is also the warm-up.
     """
-    rows = []
+    rows, checks = [], checks or {}
     for prompt in prompts:
         expected = paths[reference](prompt, tokens, lambda _: None)
         for name, path in paths.items():
-            if path(prompt, tokens, lambda _: None) != expected:
+            found = path(prompt, tokens, lambda _: None)
+            right = checks[name](prompt, found) if name in checks else found == expected
+            if not right:
                 raise WrongAnswer(f"{name} and {reference} differ at prompt length {len(prompt)}")
         times: dict[str, list[list[float]]] = {name: [] for name in paths}
         for _ in range(rounds):
@@ -92,6 +100,74 @@ def oracle_path(oracle: Oracle, cached: bool) -> DecodePath:
         return oracle.generate(prompt, tokens, cached, on_token, stop=False)
 
     return run
+
+
+def near_greedy(model: Model, nats: float = 1.0) -> TokenCheck:
+    """A check for code paths that round: each token is at most `nats` less probable than the best.
+
+    The log-probabilities are those of `model`, along the tokens that the code path generated.
+    """
+
+    @torch.no_grad()
+    def check(prompt: Sequence[int], found: Sequence[int]) -> bool:
+        ids = torch.tensor([[*prompt, *found]], device=model.device)
+        hidden = model.hidden(ids[:, :-1])[0, len(prompt) - 1 :]
+        logits = model.head(hidden).float()  # [tokens, vocab], of each generated token
+        chosen = logits.gather(1, ids[0, len(prompt) :, None])[:, 0]
+        return bool((chosen >= logits.amax(-1) - nats).all())
+
+    return check
+
+
+def llama_path(gguf: Path, context: int) -> DecodePath:
+    """llama.cpp's greedy loop over the same file, with as many threads as PyTorch has here.
+
+    `context` is the most tokens of a prompt and its answer. Raises ModuleNotFoundError without the
+    package llama-cpp-python.
+    """
+    from llama_cpp import Llama
+
+    threads = torch.get_num_threads()
+    llama = Llama(
+        str(gguf), n_ctx=context, n_threads=threads, n_threads_batch=threads, verbose=False
+    )
+
+    def run(prompt: Sequence[int], tokens: int, on_token: Callable[[int], None]) -> list[int]:
+        ids: list[int] = []
+        llama.reset()  # else it keeps what it computed for the same prompt
+        for token_id in llama.generate(list(prompt), temp=0.0, repeat_penalty=1.0):
+            on_token(token_id)
+            ids.append(token_id)
+            if len(ids) == tokens:
+                return ids
+        return ids
+
+    return run
+
+
+def step_bytes(model: Model, context: int) -> int:
+    """The bytes that one cached decode step of a model reads, in the formats that it keeps.
+
+    As bytes_per_token, but for weights of any format: all but the embedding, unless it is the head.
+    """
+    embedding, head = (model.weights[f"{n}.weight"] for n in ("model.embed_tokens", "lm_head"))
+    weights = sum(weight.nbytes for weight in model.weights.values() if weight is not embedding)
+    weights += head.nbytes if head is embedding else 0
+    return weights + _kv_bytes(model.config, context, model.dtype)
+
+
+def gguf_bytes(gguf: Path, config: ModelConfig, context: int) -> int:
+    """The bytes that a decode step of llama.cpp reads: the file's tensors, and K and V in float16.
+
+    An embedding beside a head of its own is not counted.
+    """
+    sizes = {tensor.name: int(tensor.n_bytes) for tensor in open_gguf(gguf).tensors}
+    unread = sizes.get("token_embd.weight", 0) if "output.weight" in sizes else 0
+    return sum(sizes.values()) - unread + _kv_bytes(config, context, torch.float16)
+
+
+def _kv_bytes(config: ModelConfig, context: int, dtype: torch.dtype) -> int:
+    return config.num_layers * 2 * context * config.n_kv * config.head_dim * dtype.itemsize
 
 
 def bytes_per_token(config: ModelConfig, context: int, dtype: torch.dtype) -> int:

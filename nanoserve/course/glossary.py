@@ -184,7 +184,7 @@ continuation: A step with several new tokens after cached tokens, such as the ne
     12: """
 stop string: A text that ends the generation when the model writes it. The user does not see it.
 finish reason: The reason why generation ended: "stop" (an end token or a stop string) or "length".
-time to first token: TTFT: the time from the request to its first token. Most of it is prefill.
+time to first token: TTFT: the time from a prompt to its first new token. Most of it is prefill.
 time per output token: TPOT: the average time of each token after the first.
 """,
     13: """
@@ -331,7 +331,7 @@ log-sum-exp: The logarithm of a sum of exponentials. It is a softmax's divisor, 
 partial softmax: The softmax over a part of the keys, with the log-sum-exp of their scores.
 """,
     31: """
-memory latency: The time from the request of a number in memory to its arrival.
+memory latency: The time from the moment a program asks for a number in memory until it arrives.
 in flight: Requested from memory, and not yet arrived.
 Little's law: In a queue, the number of things inside is the rate times the time that each stays
     (Little 1961). For memory: bytes in flight = bandwidth * latency.
@@ -339,10 +339,25 @@ pipeline stage: One of the tiles that a loop works on at the same time: one is c
     next ones are loaded.
 warp: 32 threads of a GPU that run in step. A program has one or more warps, which share its tiles.
 """,
+    32: """
+nibble: Half a byte: four bits, a number from 0 to 15.
+round to nearest: For each weight alone, take the nearest value that the format has. Other methods
+    look at the weights of a layer together.
+outlier: A number that is far larger than the others beside it.
+perplexity: The number of equally likely tokens that a model hesitates between before each token of
+    a text, on average: the exponential of the mean negative log probability. Lower is better.
+""",
+    33: """
+matrix-vector product: A weight times one row of activations. It reads each number of the weight
+    once, for two operations.
+subnormal number: A float whose exponent bits are all 0. A float32 then is its digits, as an
+    integer, times 2 ** -149.
+bitcast: To read the same bits as another type. Nothing is converted.
+""",
     34: """
 request: A prompt and its sampling parameters, from the moment it arrives until its last token.
 batch size: The number of sequences that one step computes together.
-step: One forward pass of the engine, and the tokens that are chosen from it.
+engine step: One forward pass of the engine, and the tokens that are chosen from it.
 batch-invariant: Giving the same bits for a row whatever other rows are computed with it.
 """,
     35: """
@@ -350,8 +365,20 @@ static batching: Running a fixed group of requests until the last of them has fi
 continuous batching: Admitting requests and retiring them between any two steps (Yu et al. 2022).
 admit: To let a waiting request run, with the blocks that it needs.
 retire: To take a finished request out of the batch and give its blocks back.
-idle slot: A place in the batch that computes nothing in a step, while requests wait.
+idle slot: A place in the batch that computes nothing in a step.
 first come, first served: In the order of arrival.
+""",
+    36: """
+token budget: The most tokens that one step may compute, of all requests together.
+chunked prefill: A prefill in several steps, a chunk of the prompt in each (Agrawal et al. 2024).
+inter-token latency: The time between two tokens of one request, as its reader sees it.
+""",
+    37: """
+preempt: To interrupt a request that runs and give its blocks to another.
+recomputation: Computing the keys and values of a preempted request again, all in a prefill.
+swapping: Copying the blocks of a preempted request to other memory, and back later.
+starve: To wait for ever, because others are always served first.
+oversubscribe: To promise more than there is, because not everyone uses all of it at once.
 """,
     38: """
 prefix: The first tokens of a sequence.

@@ -75,7 +75,10 @@ class Scheduler:
         return self.max_batch_tokens - sum(self._step.values())
 
     def _others_wait(self, sequence: Sequence) -> bool:
-        """Whether another prompt has tokens to compute that are not in the step yet."""
+        """Whether another prompt has tokens to compute that are not in the step yet. False for a
+        decode, which no other request limits."""
+        if sequence.num_uncomputed == 1:
+            return False
         prompts = (s for s in self.running if s.num_uncomputed > 1 and s is not sequence)
         return bool(self.waiting) or any(s.num_uncomputed > self._step.get(s, 0) for s in prompts)
 
@@ -106,7 +109,7 @@ def chunk(num_uncomputed: int, tokens_left: int, budget: int, others_wait: bool)
 
     A prompt gets at most half of the budget while other prompts wait, but at least one token.
     """
-    most = max(1, budget // 2) if others_wait and num_uncomputed > 1 else budget
+    most = max(1, budget // 2) if others_wait else budget
     return min(num_uncomputed, tokens_left, most)
 
 

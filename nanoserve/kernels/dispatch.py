@@ -334,12 +334,14 @@ def launch_batch(
     launch: Launch,
     workers: int = 0,
     overlap: bool = False,
+    once: bool = False,
 ) -> torch.Tensor:
     """Launch packed_kernel; or, with workers, split_kv_kernel and merge_kernel.
 
     `kernels` has the three under these names, jitted by Triton or by tlsim. Other arguments and
     result as for paged_attention_batch_reference. A split needs sequences whose queries fit in the
-    rows of one tile. `overlap` starts the merge early, which needs compute capability 9.0.
+    rows of one tile. `overlap` starts the merge early, which needs compute capability 9.0. `once`
+    says that each sequence has 1 to launch.tile keys; it has no effect on a split.
     """
     num_tokens, _, head_dim = q.shape
     num_seqs, n_kv = len(tables.kv_lens), k_pool.shape[1]
@@ -369,7 +371,7 @@ def launch_batch(
         tiles = num_seqs if one_tile else num_tokens // (rows // n_rep) + num_seqs
         seqs = 1 if one_tile else max(2, seqs)
         kernels.packed_kernel[(n_kv, tiles)](
-            *inputs, out, scale, num_seqs, *strides, SEQS=seqs, **sizes, **compiler
+            *inputs, out, scale, num_seqs, *strides, SEQS=seqs, ONCE=once, **sizes, **compiler
         )
         return out
     parts = (workers + num_seqs, n_kv, rows)
@@ -449,23 +451,48 @@ def paged_attention_batch_tlsim(
 
     Arguments and result as for paged_attention_batch_reference; ValueError as for check_batch.
     """
+    integers = tables.block_tables, tables.kv_lens, tables.query_starts
+    graph = _graph_of(q, k_pool, v_pool, integers, tables, n_rep, scale)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    if graph.replay(q, k_pool, v_pool, out):
+        return out
     check_batch(q, k_pool, v_pool, tables, n_rep)
-    return _batch_tlsim(q, k_pool, v_pool, tables, n_rep, scale)
+    return _batch_tlsim(q, k_pool, v_pool, tables, n_rep, scale, graph)
 
 
-def _batch_tlsim(q, k_pool, v_pool, tables, n_rep, scale):
+def _batch_tlsim(q, k_pool, v_pool, tables, n_rep, scale, graph):
     rows = next_power_of_2(n_rep * tables.max_query_len)
     rows = min(rows, max(128, next_power_of_2(n_rep)))
-    tile = min(512 if rows < 128 else 256, max(16, next_power_of_2(tables.max_kv_len)))
-    n_kv = k_pool.shape[1]
+    tile = min(1024 if rows < 128 else 256, max(16, next_power_of_2(tables.max_kv_len)))
+    n_kv, lens = k_pool.shape[1], tables.kv_lens
+    once = tables.max_kv_len <= tile and lens.device.type == "cpu" and bool(lens.min() > 0)
     wave = n_kv * max(1, LANES // (rows * tile * n_kv))  # the programs of whole tiles of queries
-    with tlsim.options(checks=False, replay=True, wave=wave):
-        return launch_batch(
-            _simulated_kernels(), q, k_pool, v_pool, tables, n_rep, scale, Launch(rows, tile, 1, 1)
-        )
+    graph = True if scale is not None and scale <= 0 else graph  # the launch replaces q
+    with tlsim.options(checks=False, replay=graph, wave=wave):
+        kernels, launch = _simulated_kernels(), Launch(rows, tile, 1, 1)
+        return launch_batch(kernels, q, k_pool, v_pool, tables, n_rep, scale, launch, once=once)
 
 
 LANES = 1 << 18  # scores of one loop iteration, over all programs of a wave
+
+
+def _graph_of(q, k_pool, v_pool, integers: tuple[torch.Tensor, ...], *rest) -> tlsim.Graph:
+    """The launch of an equal call, checked and captured; an empty graph for the first such call.
+
+    The layers of a step make equal calls: only the numbers in q and the pools differ. A change in
+    place of `integers`, the slots or the tables, makes the call another one, since a tensor counts
+    such changes. It does not count a change through numpy. A tensor made in torch.inference_mode
+    counts none, so no graph is kept for it.
+    """
+    if any(x.is_inference() for x in integers):
+        return _new_graph.__wrapped__()
+    shapes = [(x.shape, x.stride(), x.dtype, x.device) for x in (q, k_pool, v_pool)]
+    return _new_graph(*rest, *shapes, *(x._version for x in integers))
+
+
+@lru_cache(maxsize=4)
+def _new_graph(*_) -> tlsim.Graph:
+    return tlsim.Graph("q_ptr", "k_ptr", "v_ptr", "out_ptr")
 
 
 @cache
@@ -507,15 +534,22 @@ def paged_attention_tlsim(
 
     Arguments and result as for paged_attention_reference; ValueError as for check_attention.
     """
-    check_attention(q, k_pool, v_pool, slot_mapping, n_rep)
     if _kernel.get() == "day22":
+        check_attention(q, k_pool, v_pool, slot_mapping, n_rep)
         programs = min(q.shape[1] * q.shape[2], 512)
         tile = next_power_of_2(min(len(slot_mapping), 512, (1 << 15) // programs))
         with tlsim.options(checks=False, wave=512):
             kernel = _simulated(paged_attention_kernel)
             return launch(kernel, q, k_pool, v_pool, slot_mapping, n_rep, scale, tile)
-    tables = _once(_tables_of, slot_mapping, q.shape[2])
-    return _one_sequence(_batch_tlsim(_packed(q), k_pool, v_pool, tables, n_rep, scale))
+    graph = _graph_of(q, k_pool, v_pool, (slot_mapping,), slot_mapping, n_rep, scale)
+    if graph.run is None:
+        check_attention(q, k_pool, v_pool, slot_mapping, n_rep)
+    q = _packed(q)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    if not graph.replay(q, k_pool, v_pool, out):
+        tables = _once(_tables_of, slot_mapping, len(q))
+        out = _batch_tlsim(q, k_pool, v_pool, tables, n_rep, scale, graph)
+    return _one_sequence(out)
 
 
 _simulated = cache(tlsim.jit)  # reads the source of a kernel once
@@ -541,7 +575,8 @@ def _slot_range(slot_mapping: torch.Tensor, _version: int) -> tuple[int, int]:
 
 @lru_cache(maxsize=16)
 def _tables_of(slot_mapping: torch.Tensor, _version: int, query_len: int) -> PagedTables:
-    return PagedTables.from_slots(slot_mapping, query_len)
+    with torch.inference_mode(False):  # made in that mode, nothing derived from them would be kept
+        return PagedTables.from_slots(slot_mapping, query_len)
 
 
 def _packed(q: torch.Tensor) -> torch.Tensor:

@@ -141,6 +141,33 @@ def fold_keys(
 
 
 @triton.jit
+def fold_once(
+    q,
+    sees,
+    high,
+    k,
+    k_slot,
+    v,
+    v_slot,
+    table,
+    scale,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    LONG: tl.constexpr,
+):
+    """l and acc of fold_keys over positions 0 to high, 1 to TILE of them: nothing is rescaled."""
+    key, value = load_tile(
+        0, high, k, k_slot, v, v_slot, table, q.shape[1], HEAD_DIM, BLOCK_SIZE, TILE, LONG
+    )
+    score = tl.dot(q, tl.trans(key), input_precision="ieee") * scale  # [ROWS, TILE]
+    seen = tl.arange(0, TILE)[None, :] < tl.minimum(sees, high)[:, None]
+    score = tl.where(seen, score, -1e30)
+    p = tl.exp2(score - tl.max(score, axis=1)[:, None])
+    return tl.sum(p, axis=1), tl.dot(p.to(value.dtype), value, input_precision="ieee")
+
+
+@triton.jit
 def packed_kernel(
     q_ptr,  # [num_tokens, n_q, head_dim]
     k_ptr,  # [num_slots, n_kv, head_dim]
@@ -166,6 +193,7 @@ def packed_kernel(
     TILE: tl.constexpr,  # keys in one iteration of the loop
     SEQS: tl.constexpr,  # num_seqs, padded to a power of two; 1: every sequence has one tile
     LONG: tl.constexpr,  # whether offsets into the pools need 64 bits
+    ONCE: tl.constexpr = False,  # whether every sequence has 1 to TILE keys
 ):
     """Attention of one tile of queries for one KV head: each key is loaded once for all its heads.
 
@@ -190,9 +218,14 @@ def packed_kernel(
     )
     k, v, table = k_ptr + kv_head * k_head, v_ptr + kv_head * v_head, table_ptr + seq * table_seq
     high = tl.minimum(kv_len, tl.max(sees, axis=0))  # no query of the tile sees a later key
-    _, l, acc = fold_keys(
-        q, sees, 0, high, k, k_slot, v, v_slot, table, scale, HEAD_DIM, BLOCK_SIZE, TILE, LONG
-    )
+    if ONCE:
+        l, acc = fold_once(
+            q, sees, high, k, k_slot, v, v_slot, table, scale, HEAD_DIM, BLOCK_SIZE, TILE, LONG
+        )
+    else:
+        _, l, acc = fold_keys(
+            q, sees, 0, high, k, k_slot, v, v_slot, table, scale, HEAD_DIM, BLOCK_SIZE, TILE, LONG
+        )
     out = acc / tl.where(l == 0.0, 1.0, l)[:, None]  # without a key, the result is 0
     dim = tl.arange(0, BLOCK_D)
     mask = used[:, None] & (dim < HEAD_DIM)[None, :]

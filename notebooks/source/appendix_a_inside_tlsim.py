@@ -95,123 +95,108 @@ types[(1,)](torch.ones(1))
 # that of a number, and `joint_shape` and `block_shape` the rules of shapes.
 
 # %%
+import sys
 from functools import cache, partial
-from itertools import zip_longest
 from typing import Any
 
-from nanoserve.kernels.tlsim.grid import current, fault
+from nanoserve.kernels.tlsim.grid import current, fault, refuse
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/kernels/tlsim/rules.py: kind, number_dtype, joint_dtype, wide and 9 more
-def kind(dtype: torch.dtype) -> int:
-    """0 for int1, 1 for integers, 2 for floats."""
-    return 0 if dtype == torch.bool else 1 + dtype.is_floating_point
-
-
-def number_dtype(x: Any, beside: torch.dtype | None) -> torch.dtype:
+# lands in nanoserve/kernels/tlsim/rules.py: number_dtype, joint_dtype, wide, bitcast and 9 more
+def number_dtype(x, beside: torch.dtype | None = None) -> torch.dtype:
     """The dtype of a number: that of `beside`, the other operand, if it is of the same kind or a
     wider kind (bool, integer, float); else int1, int32 (int64 if large) or float32."""
-    if not isinstance(x, int | float):
-        raise fault(f"a kernel computes with numbers and tensors, not with {type(x).__name__}")
+    refuse(not isinstance(x, int | float), f"a kernel computes with no {type(x).__name__}")
+    refuse(beside == torch.uint8 and x < 0, f"{x} is out of range for uint8")
     whole = torch.int32 if -(2**31) <= x < 2**31 else torch.int64
     dtype = torch.bool if isinstance(x, bool) else whole if isinstance(x, int) else torch.float32
-    dtype = beside if beside is not None and kind(dtype) <= kind(beside) else dtype
-    if kind(dtype) == 1 and not torch.iinfo(dtype).min <= x <= torch.iinfo(dtype).max:
-        raise fault(f"{x} is out of range for {dtype}")
-    return dtype
+    return beside if beside is not None and torch.can_cast(dtype, beside) else dtype
 
 
 def joint_dtype(a: torch.dtype, b: torch.dtype, divides: bool = False) -> torch.dtype:
     """The dtype in which two operands meet. This is torch's choice, except that bfloat16 with
     float16 gives float16, bfloat16 with any other dtype float32, and a division of halves too."""
-    dtype, both = torch.promote_types(a, b), {a, b}
-    if torch.bfloat16 in both and len(both) == 2:
-        dtype = (
-            torch.float16 if torch.float16 in both else torch.promote_types(dtype, torch.float32)
-        )
-    return torch.float32 if divides and kind(dtype) == 2 and dtype.itemsize == 2 else dtype
+    halves = {a, b} == {torch.float16, torch.bfloat16}
+    dtype = torch.float16 if halves else torch.promote_types(a, b)
+    widens = divides or (dtype == torch.bfloat16 and a != b)
+    return wide(dtype) if widens and dtype.is_floating_point else dtype
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The dtype of 32 bits, or more, that holds this dtype's numbers."""
-    if dtype.itemsize >= 4:
-        return dtype
-    return torch.float32 if dtype.is_floating_point else torch.int32
+    return torch.promote_types(dtype, torch.float32 if dtype.is_floating_point else torch.int32)
 
 
-def number(x: Any) -> Any:
+def bitcast(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The same bits in another dtype of the same size."""
+    resized = dtype.itemsize != data.dtype.itemsize
+    refuse(resized, f"a bitcast from {data.dtype} to {dtype} would change the size")
+    return data.view(dtype)
+
+
+def number(x):
     """x, if it is no pointer."""
     if x.buffer:
         raise fault(f"a pointer into {x.buffer.name} allows only + and - of integers")
     return x
 
 
-def moved_buffer(a: Any, b: Any) -> Any:
+def moved_buffer(a, b):
     """The buffer of a + b: None for numbers. Only integers move a pointer."""
     moved, by = (a, b) if a.buffer else (b, a)
-    return moved.buffer if kind(number(by).dtype) == 1 else number(moved).buffer
+    moves = not number(by).dtype.is_floating_point and by.dtype != torch.bool
+    return moved.buffer if moves else number(moved).buffer
 
 
-@cache
-def joint_shape(*shapes: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape that blocks of these shapes broadcast to, aligned at the last axis."""
-    joint = tuple(map(max, zip_longest(*(shape[::-1] for shape in shapes), fillvalue=1)))[::-1]
-    if not all(broadcasts(shape, joint) for shape in shapes):
-        raise fault(f"shapes {' and '.join(str(list(s)) for s in shapes)} do not broadcast")
-    return joint
+joint_shape = cache(torch.broadcast_shapes)  # the shape that blocks of some shapes broadcast to
 
 
-def broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
-    """Whether a block of one shape broadcasts to another shape."""
-    pairs = zip(shape[::-1], to[::-1], strict=False)
-    return len(shape) <= len(to) and all(n in (1, size) for n, size in pairs)
-
-
-def block_shape(*shape: Any) -> tuple[int, ...]:
+def block_shape(*shape) -> tuple[int, ...]:
     """The shape of a block, by Triton's rules: constants that are powers of two."""
-    for size in shape:
-        if not isinstance(size, int):
-            raise fault("the shape of a block must be tl.constexpr, known at compile time")
-        if size < 1 or size & (size - 1):
-            raise fault(f"the sizes of a block must be powers of two, got {size}")
+    for n in shape:
+        refuse(not isinstance(n, int), "the shape of a block must be tl.constexpr")
+        refuse(n < 1 or n & (n - 1), f"the sizes of a block must be powers of two, got {n}")
     return shape
 
 
-def dot_operands(a: Any, b: Any) -> None:
+def torch_axis(axis: int, rank: int) -> int:
+    """The axis of a tensor [x, y, z, *shape] that is an axis of the block."""
+    refuse(not -rank <= axis < rank, f"a block of {rank} axes has no axis {axis}")
+    return 3 + axis % rank
+
+
+def dot_operands(a, b) -> None:
     """Refuse what tensor cores do not multiply."""
-    if a.dtype != b.dtype:
-        raise fault(f"tl.dot needs operands of one dtype, got {a.dtype} and {b.dtype}")
-    if len(a.shape) != len(b.shape) or len(a.shape) < 2 or a.shape[-1] != b.shape[-2]:
-        raise fault(f"tl.dot cannot multiply {list(a.shape)} by {list(b.shape)}")
-    if a.shape[-1] < (least := 32 if a.dtype.itemsize == 1 else 16):
-        raise fault(f"tl.dot must sum over at least {least} lanes, got {a.shape[-1]}")
-    if not a.dtype.is_floating_point and a.dtype != torch.int8:
-        raise fault(f"tl.dot multiplies floats or int8, not {a.dtype}")
+    fits = len(a.shape) == len(b.shape) > 1 and a.shape[-1] == b.shape[-2]
+    refuse(not fits, f"tl.dot cannot multiply {list(a.shape)} by {list(b.shape)}")
+    refuse(a.dtype != b.dtype, f"tl.dot needs operands of one dtype, got {a.dtype} and {b.dtype}")
+    known = a.dtype.is_floating_point or a.dtype == torch.int8
+    refuse(not known, f"tl.dot multiplies floats or int8, not {a.dtype}")
+    least = 32 if a.dtype.itemsize == 1 else 16
+    refuse(a.shape[-1] < least, f"tl.dot must sum over at least {least} lanes, got {a.shape[-1]}")
 
 
-def truth(x: Any) -> bool:
+def truth(x) -> bool:
     """Whether a condition of `if`, `while`, `and` or `or` is true: one answer for all programs."""
-    if x.shape:
-        raise fault("a block is neither true nor false: use tl.where, or &, | and ~ on masks")
-    if x.data.numel() > 1 and not current().off:
-        rule = "in lockstep all programs take the same branch, but this condition depends on the"
-        raise fault(f'{rule} program: use a mask, or tlsim.options(order="serial")')
-    return not current().off and bool(x.data)
+    refuse(bool(x.shape), "a block is neither true nor false: use tl.where, or &, | and ~ on masks")
+    if current().off:
+        return False
+    rule = "in lockstep all programs take one branch, but this condition depends on the program"
+    refuse(x.data.numel() > 1, f'{rule}: use a mask, or tlsim.options(order="serial")')
+    return bool(x.data)
 
 
-def method(x: Any, name: str) -> Any:
+def method(x, name: str):
     """x.sum() and the like: functions of `tl` as methods of a tensor."""
     language = sys.modules[f"{__package__}.language"]  # it imports this module, not the reverse
-    if name.startswith("_") or not hasattr(language, name):
-        raise AttributeError(f"a tensor has no .{name} in tlsim")
     return partial(getattr(language, name), x)
 
 
 class One(int):
     """An integer argument equal to 1: Triton compiles it as a constant."""
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str):
         rule = f"an integer argument equal to 1 is a constant in Triton, and has no .{name}"
         raise AttributeError(f"{rule}: this kernel would fail only when the argument is 1")
 
@@ -284,18 +269,17 @@ attempt(one_branch_changes_the_type, x, 2)
 
 # %%
 import ast
-import builtins
 from collections.abc import Callable
 
 from nanoserve.kernels.tlsim.grid import off
-from nanoserve.kernels.tlsim.loops import Range, kept
+from nanoserve.kernels.tlsim.language import Range, kept
 from nanoserve.kernels.tlsim.values import Value, as_value
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/kernels/tlsim/source.py: _code, Run, select
+# lands in nanoserve/kernels/tlsim/launch.py: _code, Run, select
 @cache
-def _code(node: ast.AST, file: str) -> Any:
+def _code(node: ast.AST, file: str):
     if isinstance(node, ast.expr):
         return compile(ast.Expression(node), file, "eval")
     return compile(ast.Module([node], []), file, "exec")
@@ -306,78 +290,75 @@ class Run:
     an `if`, ends with it. With checks, code that no program runs also runs, with all programs off:
     Triton compiles it."""
 
-    def __init__(self, file: str, names: dict[str, Any]) -> None:
+    def __init__(self, file: str, names: dict) -> None:
         self.file, self.names = file, names
 
-    def value(self, node: ast.expr) -> Any:
-        """The value of an expression."""
+    def value(self, node: ast.AST):
+        """The value of an expression; None of a statement."""
         return eval(_code(node, self.file), self.names)
 
     def block(self, statements: list[ast.stmt]) -> tuple | None:
         """Run statements. Return (result,) if one of them is a return."""
+        wave, returned = current(), None
+        outer = wave.at
         for statement in statements:
-            kind = type(statement).__name__
-            if kind == "Return":
-                return (statement.value and self.value(statement.value),)
-            if kind in ("For", "While", "If"):
-                if returned := getattr(self, kind)(statement, dict(self.names)):
-                    return returned
-            else:
-                exec(_code(statement, self.file), self.names)
-        return None
+            wave.at = self.file, statement.lineno
+            run = getattr(self, type(statement).__name__, self.value)
+            if returned := run(statement):
+                break
+        wave.at = outer
+        return returned
 
-    def merge(self, before: dict[str, Any]) -> dict[str, Any]:
+    def merge(self, before: dict) -> dict:
         """Keep the old values in programs that are not active. Remove and return new variables."""
         for name, old in before.items():
-            new = self.names[name]
-            if new is not old and isinstance(old, Value) and isinstance(new, Value):
-                self.names[name] = before[name] = kept(name, old, new)
+            self.names[name] = before[name] = kept(name, old, self.names[name])
         return {name: self.names.pop(name) for name in self.names.keys() - before.keys()}
 
-    def For(self, node: ast.For, before: dict[str, Any]) -> None:
-        bounds = self.value(node.iter)
-        if not isinstance(bounds, Range | builtins.range):
-            raise fault("a kernel loops only over range, tl.range or tl.static_range")
+    def Return(self, node: ast.Return) -> tuple:
+        return (node.value and self.value(node.value),)
+
+    def For(self, node: ast.For) -> None:
+        bounds, before = self.value(node.iter), dict(self.names)
+        refuse(not isinstance(bounds, Range | range), "a loop needs range or tl.static_range")
         for self.names[node.target.id] in bounds:
             self.block(node.body)
             if isinstance(bounds, Range):  # else unrolled, and variables may change their types
                 self.merge(before)
 
-    def While(self, node: ast.While, before: dict[str, Any]) -> None:
-        if not (more := bool(self.value(node.test))) and current().options.checks:
-            with off():
-                self.block(node.body)
-                self.merge(before)
-        while more:
+    def While(self, node: ast.While) -> None:
+        before = dict(self.names)
+        if current().options.checks:  # there may be no turn
+            self.skip(node.body, before)
+        while self.value(node.test):
             self.block(node.body)
             self.merge(before)
-            more = bool(self.value(node.test))
 
-    def If(self, node: ast.If, before: dict[str, Any]) -> tuple | None:
-        condition = self.value(node.test)
-        branches = (node.body, node.orelse) if condition else (node.orelse, node.body)
+    def If(self, node: ast.If) -> tuple | None:
+        condition, before = self.value(node.test), dict(self.names)
+        taken, skipped = (node.body, node.orelse) if condition else (node.orelse, node.body)
         if not isinstance(condition, Value) or not current().options.checks:
-            return self.block(branches[0])
-        other = {}
-        if not any(isinstance(n, ast.Return) for n in ast.walk(node)):
-            with off():
-                self.block(branches[1])
-                other = self.merge(before)
-        returned = self.block(branches[0])
-        for name, new in self.merge(before).items():
-            if name in other:
-                self.names[name] = kept(name, other[name], new) if isinstance(new, Value) else new
+            return self.block(taken)
+        other = self.skip(skipped, before)
+        returned, new = self.block(taken), self.merge(before)
+        self.names |= {name: kept(name, other[name], new[name]) for name in other.keys() & new}
         return returned
 
+    def skip(self, statements: list[ast.stmt], before: dict) -> dict:
+        """Run what no program runs, with all programs off. Return the new variables."""
+        with off():
+            self.block(statements)
+            return self.merge(before)
 
-def select(condition: Any, then: Callable[[], Any], other: Callable[[], Any]) -> Any:
+
+def select(condition, then: Callable, other: Callable):
     """`then() if condition else other()`."""
     taken, skipped = (then, other) if condition else (other, then)
     if not isinstance(condition, Value) or not current().options.checks:
         return taken()
     with off():
-        off_value = as_value(skipped())
-    return kept("the result", off_value, as_value(taken()))
+        unused = as_value(skipped())
+    return kept("the result", unused, as_value(taken()))
 
 
 # %% [markdown]
@@ -387,15 +368,15 @@ def select(condition: Any, then: Callable[[], Any], other: Callable[[], Any]) ->
 # %%
 import inspect
 import textwrap
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
-from nanoserve.kernels.sizes import next_power_of_2
 from nanoserve.kernels.tlsim import language
-from nanoserve.kernels.tlsim.grid import KernelError, source_name
+from nanoserve.kernels.tlsim.grid import KernelError
+from nanoserve.kernels.tlsim.launch import jit
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/kernels/tlsim/source.py: REFUSED, Source, named, ALLOWED, BUILTINS, translate
+# lands in nanoserve/kernels/tlsim/launch.py: REFUSED, Source, named, BUILTINS, DTYPES, translate
 REFUSED = {"Break", "Continue", "Try", "Raise", "With", "Lambda", "ClassDef", "Yield", "Import"}
 
 
@@ -403,20 +384,16 @@ class Source(ast.NodeTransformer):
     """The statements of a kernel's function, and the globals that they use."""
 
     def __init__(self, fn: Callable) -> None:
-        try:
-            lines, first = inspect.getsourcelines(fn)
-        except (OSError, TypeError):
-            raise KernelError(f"{fn.__name__}: the source of this kernel cannot be read") from None
-        self.fn, self.file = fn, inspect.getsourcefile(fn)
+        lines, first = inspect.getsourcelines(fn)
+        self.fn, self.at = fn, (inspect.getsourcefile(fn), first)
         tree = ast.increment_lineno(ast.parse(textwrap.dedent("".join(lines))), first - 1)
-        for node in ast.walk(tree.body[0]):
-            kind = type(node).__name__
-            inside = [type(n).__name__ for n in ast.walk(node)] if kind in ("For", "While") else []
-            if kind in REFUSED or "Return" in inside or (inside and node.orelse):
-                what = kind.lower() if kind in REFUSED else "return or else in a loop"
-                where = f"{source_name(self.file)}, line {node.lineno}"
-                raise KernelError(f"{where}: Triton has no {what}")
         body = ast.Module(tree.body[0].body, [])
+        for node in ast.walk(body):
+            kind, loop = type(node).__name__, isinstance(node, ast.For | ast.While)
+            leaves = loop and any(isinstance(n, ast.Return) for n in ast.walk(node))
+            if kind in REFUSED or leaves or (loop and node.orelse):
+                what = "return or else in a loop" if loop else kind.lower()
+                raise fault(f"Triton has no {what}", at=(self.at[0], node.lineno))
         names = {n.id for n in ast.walk(body) if isinstance(n, ast.Name)}
         self.names = names - {*fn.__code__.co_varnames, *fn.__code__.co_cellvars}  # its globals
         self.body = ast.fix_missing_locations(self.visit(body)).body
@@ -428,59 +405,55 @@ class Source(ast.NodeTransformer):
 
     def visit_IfExp(self, node: ast.IfExp) -> ast.expr:
         """`a if c else b` becomes __select(c, lambda: a, lambda: b)."""
-        none = ast.arguments([], [], None, [], [], None, [])
-        branches = (ast.Lambda(none, branch) for branch in (node.body, node.orelse))
-        call = ast.Call(ast.Name("__select", ast.Load()), [node.test, *branches], [])
+        call = ast.parse("__select(0, lambda: 0, lambda: 0)", mode="eval").body
+        call.args[0], call.args[1].body, call.args[2].body = node.test, node.body, node.orelse
         return self.generic_visit(call)
 
-    def globals(self) -> dict[str, Any]:
+    def globals(self) -> dict:
         """The present values of the globals that the kernel uses."""
         cells, known = self.fn.__closure__ or (), self.fn.__globals__
         known = {name: known[name] for name in self.names if name in known}
         cells = zip(self.fn.__code__.co_freevars, cells, strict=True)
         return known | {name: cell.cell_contents for name, cell in cells}
 
-    def run(self, arguments: dict[str, Any]) -> Any:
+    def run(self, arguments: dict):
         """Run the function for all programs of the current wave. Return what it returns."""
-        names = {"__builtins__": BUILTINS, "__named": named, "__select": select}
-        for name, x in self.globals().items():
-            names[name] = translate(x, f"{self.fn.__name__} reads the global {name}")
-        returned = Run(self.file, names | arguments).block(self.body)
+        use = f"{self.fn.__name__} reads the global"
+        names = {name: translate(x, f"{use} {name}") for name, x in self.globals().items()}
+        run = Run(self.at[0], {"__builtins__": BUILTINS, **names, **arguments})
+        returned = run.block(self.body)
         return returned and returned[0]
 
 
-def named(x: Any) -> Any:
+def named(x):
     """The value that an assignment binds: a number becomes a tensor."""
     if isinstance(x, tuple):
         return tuple(map(named, x))
     return as_value(x) if isinstance(x, int | float) else x
 
 
-ALLOWED = (len, list, float, int, isinstance, getattr, hasattr, print)
-BUILTINS = {f.__name__: f for f in ALLOWED} | {"range": language.range}
-BUILTINS |= {"min": language.minimum, "max": language.maximum}
-_DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
+BUILTINS = {f.__name__: f for f in (len, list, float, int, isinstance, getattr, hasattr, print)}
+BUILTINS |= {"range": Range, "min": language.minimum, "max": language.maximum}
+BUILTINS |= {"__named": named, "__select": select}
+DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
 
 
-def translate(x: Any, use: str = "") -> Any:
+def translate(x, use: str = ""):
     """tlsim's counterpart of a global of a kernel; KernelError for a global that Triton refuses."""
-    jit = sys.modules[f"{__package__}.launch"].jit  # it imports this module, not the reverse
-    kind, name = type(x), getattr(x, "__name__", None) or getattr(x, "name", "")
-    home = f"{name if kind is ModuleType else getattr(x, '__module__', '') or kind.__module__}."
-    if kind.__name__ == "constexpr":
+    if type(x).__name__ == "constexpr":
         return x.value
     if hasattr(x, "fn"):
         return jit(x)
-    if home.startswith("triton.language."):  # the module, or something from it
-        return language if kind is ModuleType else getattr(language, _DTYPES.get(name, name))
-    if home in ("triton.", f"{__package__}.") and kind is ModuleType:
-        functions = {"cdiv": language.cdiv, "next_power_of_2": next_power_of_2}
-        return SimpleNamespace(language=language, jit=jit, **functions)
-    own = home.startswith(f"{__package__}.")
-    if not use or own or kind is ModuleType or isinstance(x, type | torch.dtype):
+    module = isinstance(x, ModuleType)
+    home = x.__name__ if module else getattr(x, "__module__", None) or type(x).__module__
+    if home.startswith("triton"):  # a module, or something from it
+        name = getattr(x, "__name__", None) or x.name
+        space = sys.modules[__package__] if home == "triton" else language
+        return space if module else getattr(space, DTYPES.get(name, name))
+    if not use or home.startswith(__package__) or module or isinstance(x, type | torch.dtype):
         return x
     rule = "is not marked @triton.jit" if callable(x) else "is not wrapped in tl.constexpr"
-    raise KernelError(f"{use}, which {rule}: a kernel can use no other globals")
+    raise fault(f"{use}, which {rule}: a kernel can use no other globals")
 
 
 # %%
@@ -495,63 +468,53 @@ except KernelError as error:
     print(error)
 
 # %% [markdown]
-# The messages name a line of the kernel. `kernel_line` looks through the call stack, or through the traceback of an
-# error of Python, for the innermost statement that `Run` runs. `off` switches all programs off for a while.
+# The messages name a line of the kernel: `Run.block` writes the line of each statement into the wave before it runs the
+# statement, and `fault` reads it there. `refuse` is one line for one rule. `off` switches all programs off for a while.
 
 # %%
 import linecache
-import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
+from dataclasses import replace
 from pathlib import Path
 
-from nanoserve.kernels.tlsim.grid import Options, Wave
+from nanoserve.kernels.tlsim.grid import Options, Wave, running
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/kernels/tlsim/grid.py: KernelError, off, kernel_line, source_name, fault
+# lands in nanoserve/kernels/tlsim/grid.py: KernelError, DEFAULTS, off, fault, refuse
 class KernelError(ValueError):
     """A kernel broke a rule of Triton or accessed wrong memory. The message names the line."""
 
 
-_options: ContextVar[Options] = ContextVar("options")
+DEFAULTS = Options()
+_options: ContextVar[Options] = ContextVar("options", default=DEFAULTS)
 _wave: ContextVar[Wave] = ContextVar("wave")
 
 
-@contextmanager
-def off() -> Iterator[None]:
+def off() -> AbstractContextManager:
     """Run code of a kernel with all programs off: it computes, and neither loads nor stores."""
-    wave, outer = current(), current().active
-    wave.active = torch.zeros(1, 1, 1, dtype=torch.bool, device=wave.ids[0].device)
-    yield
-    wave.active = outer
+    nobody = torch.zeros(1, 1, 1, dtype=torch.bool, device=current().ids[0].device)
+    return running(replace(current(), active=nobody))
 
 
-def kernel_line(error: Exception | None = None) -> tuple[str, int]:
-    """File and line of the statement that runs, in the innermost kernel."""
-    inward = list(traceback.walk_tb(error.__traceback__)) if error else []
-    for frame, _ in inward[::-1] or traceback.walk_stack(None):
-        if "statement" in frame.f_locals and frame.f_code.co_name == "block":  # of source.Run
-            return frame.f_locals["self"].file, frame.f_locals["statement"].lineno
-    return "no kernel", 0
-
-
-def source_name(file: str) -> str:
-    """A file's name for messages; "cell" for a cell of a notebook."""
-    return "cell" if "ipykernel" in file or file.startswith("<") else Path(file).name
-
-
-def fault(what: str, program: int | None = None, lane: tuple = (), error=None) -> KernelError:
-    """A KernelError that names the kernel's line and, if given, a program and a lane."""
-    file, line = kernel_line(error)
-    where = f"{source_name(file)}, line {line}"
-    if program is not None:
-        x, y, z = current().grid
-        place = (program % x, program // x % y, program // (x * y))
-        where += f", program {place[: 3 if z > 1 else 2 if y > 1 else 1]}"
-    where += f", lane {list(lane)}" if lane else ""
+def fault(what: str, first: tuple[int, ...] = (), at=None) -> KernelError:
+    """A KernelError that names the kernel's line and, if `first` is the index of a lane in
+    [x, y, z, *shape], the program and the lane."""
+    file, line = at or current().at
+    name = "cell" if "ipykernel" in file or file.startswith("<") else Path(file).name
+    where = f"{name}, line {line}"
+    if first:
+        place = tuple(int(ids.flatten()[i]) for ids, i in zip(current().ids, first, strict=False))
+        axes = max([1, *(axis + 1 for axis, n in enumerate(current().grid) if n > 1)])
+        where += f", program {place[:axes]}" + f", lane {list(first[3:])}" * (len(first) > 3)
     return KernelError(f"{where}: {what}\n    {linecache.getline(file, line).strip()}".rstrip())
+
+
+def refuse(wrong: bool, what: str) -> None:
+    """Raise KernelError if a rule is broken."""
+    if wrong:
+        raise fault(what)
 
 
 # %% [markdown]
@@ -582,8 +545,8 @@ attempt(reads_its_neighbour, x.clone(), torch.zeros(16))
 attempt(two_lanes_one_address, x, torch.zeros(16))
 
 # %% [markdown]
-# For each buffer the sanitizer keeps two tensors as long as the buffer: for each element, which program has stored
-# there, and which program has loaded from there. Each access is compared with them. Look at `_check_order`, and at
+# For each buffer the sanitizer keeps two rows as long as the buffer: for each element, which program has stored
+# there, and which program has loaded from there. Each access is compared with them. Look at `check_order`, and at
 # `SEVERAL`: no program may store to an element that several programs load.
 
 # %%
@@ -592,9 +555,9 @@ from nanoserve.kernels.tlsim.values import aligned
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/kernels/tlsim/accesses.py: NOBODY, SEVERAL, LARGE, watch, everywhere and 1 more
+# lands in nanoserve/kernels/tlsim/memory.py: NOBODY, SEVERAL, LARGE, watch, everywhere and 3 more
 NOBODY, SEVERAL = -1, -2  # beside the numbers of programs
-LARGE = 1 << 24  # elements; who loads from a larger buffer is not recorded
+LARGE = 1 << 24  # elements; the order of accesses to a larger buffer is not checked
 
 
 def watch(kind: str, pointer: Value, live: torch.Tensor | None) -> None:
@@ -602,79 +565,72 @@ def watch(kind: str, pointer: Value, live: torch.Tensor | None) -> None:
 
     `live` [x, y, z, *shape] is true in the lanes that take part; None: in all lanes.
     """
-    wave = current()
+    wave, (name, flat) = current(), pointer.buffer
     if wave.options.checks:
-        outside = (pointer.lanes < 0) | (pointer.lanes >= len(pointer.buffer.flat))
-        _refuse(outside if live is None else outside & live, pointer, f"{kind}s outside")
-        _check_order(kind, pointer, live)
-    if wave.options.trace is not None and not wave.off:
-        wave.options.trace.record(kind, pointer, live)
+        outside = (pointer.lanes < 0) | (pointer.lanes >= len(flat))
+        refuse_lanes(outside, pointer, live, f"{kind}s outside")
+        if kind != "atomic_add" and len(flat) <= LARGE:  # additions may come in any order
+            check_order(kind, pointer, live)
+    if wave.options.trace and not wave.off:
+        lanes = (x.flatten(0, 2) for x in everywhere(pointer, live))
+        where = (wave.at[1], flat.itemsize, wave.programs.flatten(), *lanes)
+        coalesced = pointer.width > 1 or not pointer.shape
+        wave.options.trace.accesses.append(Access(kind, name, *where, coalesced))
 
 
-def everywhere(pointer: Value, live: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Offsets and mask, expanded to every lane of every program: [x, y, z, *shape]."""
+def everywhere(pointer: Value, lanes: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The offsets, and a mask of lanes, expanded to all programs: [x, y, z, *shape]."""
     shape = (*current().programs.shape, *pointer.shape)
-    live = pointer.data.new_ones((), dtype=torch.bool) if live is None else live
-    return pointer.lanes.expand(shape), live.expand(shape)
+    lanes = pointer.data.new_ones((), dtype=torch.bool) if lanes is None else lanes
+    return pointer.lanes.expand(shape), lanes.expand(shape)
 
 
-def _check_order(kind: str, pointer: Value, live: torch.Tensor | None) -> None:
+def refuse_lanes(wrong: torch.Tensor, pointer: Value, live, action: str) -> None:
+    """Raise KernelError for the first live lane where `wrong` is true."""
+    offsets, wrong = everywhere(pointer, wrong if live is None else wrong & live)
+    if wrong.any():
+        first, (name, flat) = tuple(wrong.nonzero()[0].tolist()), pointer.buffer
+        raise fault(f"{action} {name}[{offsets[first]}] of {len(flat)} elements", first)
+
+
+def check_order(kind: str, pointer: Value, live: torch.Tensor | None) -> None:
     """Refuse a store and another access of one address by two programs, or by two lanes."""
-    flat, (offsets, live) = pointer.buffer.flat, everywhere(pointer, live)
-    programs = aligned(current().programs, rank=len(pointer.shape))[0].expand(offsets.shape)
-    at, mine = offsets[live], programs[live]
+    offsets, live = everywhere(pointer, live)
+    (programs,) = aligned(current().programs.int(), rank=len(pointer.shape))
+    at, mine = offsets[live], programs.expand(live.shape)[live]
+    stored, loaded = accessed(pointer.buffer.flat)
 
-    def by_others(programs: torch.Tensor) -> torch.Tensor:
-        return (programs != NOBODY) & (programs != mine)
+    def forbid(lanes: torch.Tensor, action: str) -> None:
+        refuse_lanes(torch.zeros_like(live).masked_scatter(live, lanes), pointer, None, action)
 
-    def refuse(lanes: torch.Tensor, action: str) -> None:
-        _refuse(torch.zeros_like(live).masked_scatter(live, lanes), pointer, action)
+    def others(known: torch.Tensor) -> torch.Tensor:
+        return (known[at] != NOBODY) & (known[at] != mine)
+
+    def note(known: torch.Tensor) -> torch.Tensor:
+        shared = others(known)
+        known[at] = mine
+        shared |= known[at] != mine  # by another program of this wave
+        known[at[shared]] = SEVERAL
+        return shared
 
     if kind == "load":
-        refuse(by_others(_accessed(flat, "store")[at]), "loads what another program has stored,")
-    elif kind == "store":
-        refuse(by_others(_accessed(flat, "load")[at]), "stores where another program loads,")
-    if kind == "atomic_add" or (kind == "load" and len(flat) > LARGE):
-        return  # atomic additions may come in any order
-    known = _accessed(flat, kind, writes=True)
-    before = by_others(known[at])
-    known[at] = mine
-    known[at[before | (known[at] != mine)]] = SEVERAL
-    if kind == "store":
-        refuse(known[at] != mine, "stores where another program has stored,")
-        lane, last = torch.arange(len(at), device=at.device), torch.empty_like(known)
-        last[at] = lane
-        refuse(last[at] != lane, "stores where another lane of the same store has stored,")
+        forbid(others(stored), "loads what another program has stored,")
+        note(loaded)
+    else:
+        forbid(others(loaded), "stores where another program loads,")
+        forbid(note(stored), "stores where another program has stored,")
+        _, address, lanes = at.unique(return_inverse=True, return_counts=True)
+        forbid(lanes[address] > 1, "stores where another lane of the same store has stored,")
 
 
-def _accessed(flat: torch.Tensor, kind: str, writes: bool = False) -> torch.Tensor:
-    """For each element of a buffer, the program that has accessed it. Two arguments at one address
-    with elements of one size share what is known."""
-    known, place = current().accessed, (kind, flat.data_ptr(), flat.element_size())
-    nobody = torch.full((1,), NOBODY, device=flat.device)
-    if place not in known and not writes:
-        return nobody.expand(len(flat))
-    before = known.setdefault(place, nobody[:0])
-    if len(before) < len(flat):  # the first access, or the first by a longer argument
-        known[place] = torch.cat([before, nobody.expand(len(flat) - len(before))])
-    return known[place]
-
-
-def check_poison(pointer: Value, live: torch.Tensor | None, data: torch.Tensor) -> None:
-    """Refuse a load of NaN, if that is asked for."""
-    if current().options.poison and data.is_floating_point():
-        stale = data.isnan() if live is None else data.isnan() & live
-        _refuse(stale, pointer, "loads a NaN, so a slot without an owner,")
-
-
-def _refuse(wrong: torch.Tensor, pointer: Value, action: str) -> None:
-    """Raise KernelError for the first lane where `wrong` is true."""
-    if wrong.any():
-        offsets, wrong = everywhere(pointer, wrong)
-        first = tuple(int(i) for i in wrong.nonzero()[0])
-        buffer, program = pointer.buffer, int(current().programs[first[:3]])
-        what = f"{action} {buffer.name}[{int(offsets[first])}] of {len(buffer.flat)} elements"
-        raise fault(what, program, first[3:])
+def accessed(flat: torch.Tensor) -> torch.Tensor:
+    """[2, elements]: the program that has stored to each element of a buffer, and the program that
+    has loaded it. Two arguments at one address with elements of one size share what is known."""
+    known, place = current().accessed, (flat.data_ptr(), flat.element_size())
+    before = known.get(place, flat.new_empty(2, 0, dtype=torch.int32))
+    if (more := len(flat) - before.shape[1]) > 0:  # the first access, or a longer argument's first
+        known[place] = torch.cat([before, before.new_full((2, more), NOBODY)], 1)
+    return known.get(place, before)
 
 
 # %% [markdown]
@@ -707,9 +663,7 @@ from nanoserve.kernels.tlsim.memory import store
 
 # %% jupyter={"source_hidden": true}
 # lands in nanoserve/kernels/tlsim/language.py: atomic_add
-def atomic_add(pointer: Value, value: Any, mask: Any = None, **_) -> None:
-    """tl.atomic_add: add to memory. Several lanes or programs may add to one address."""
-    store(pointer, value, mask, adds=True)
+atomic_add = partial(store, adds=True)  # several lanes or programs may add to one address
 
 
 # %% [markdown]
@@ -726,25 +680,27 @@ for one in seen.accesses:
 print("bytes loaded:", seen.bytes("load"), "   distinct:", seen.distinct_bytes("load", "x_ptr"))
 
 # %%
-from dataclasses import dataclass, field
+from collections import namedtuple
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-from nanoserve.kernels.tlsim.grid import kernel_line, options
+from nanoserve.kernels.tlsim.grid import options
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/kernels/tlsim/accesses.py: Access, Trace, trace
-@dataclass(frozen=True)
-class Access:
-    """One load, store or atomic_add of a wave of programs, recorded by a trace."""
+# lands in nanoserve/kernels/tlsim/memory.py: Access, Trace, trace
+class Access(namedtuple("Access", "kind name line itemsize programs offsets live coalesced")):
+    """One load, store or atomic_add of a wave of programs, recorded by a trace.
 
-    kind: str
-    name: str  # of the argument
-    line: int
-    itemsize: int
-    programs: torch.Tensor  # [programs], their numbers in the grid
-    offsets: torch.Tensor  # [programs, *shape], in elements
-    live: torch.Tensor  # [programs, *shape], the lanes that were accessed
-    coalesced: bool  # the lanes of a row have consecutive offsets
+    kind       "load", "store" or "atomic_add"
+    name       of the argument
+    line       of the kernel's file
+    itemsize   the bytes of an element
+    programs   [programs], their numbers in the grid
+    offsets    [programs, *shape], in elements
+    live       [programs, *shape], the lanes that were accessed
+    coalesced  whether the lanes of a row have consecutive offsets
+    """
 
     @property
     def bytes(self) -> int:
@@ -765,11 +721,11 @@ class Access:
         return self.offsets[index], self.live[index]
 
 
-@dataclass
 class Trace:
     """All loads and stores inside the `with` block, in order."""
 
-    accesses: list[Access] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.accesses: list[Access] = []
 
     def bytes(self, kind: str) -> int:
         """The bytes of all accesses of a kind."""
@@ -780,13 +736,6 @@ class Trace:
         chosen = [a for a in self.accesses if (a.kind, a.name) == (kind, name)]
         touched = [a.offsets[a.live] for a in chosen]
         return len(torch.cat(touched).unique()) * chosen[0].itemsize if chosen else 0
-
-    def record(self, kind: str, pointer: Value, live: torch.Tensor | None) -> None:
-        """Append one access of the running wave; `live` is as for _check_order."""
-        buffer, coalesced = pointer.buffer, pointer.width > 1 or not pointer.shape
-        at = (kernel_line()[1], buffer.flat.itemsize, current().programs.flatten())
-        lanes = (x.flatten(0, 2) for x in everywhere(pointer, live))
-        self.accesses.append(Access(kind, buffer.name, *at, *lanes, coalesced))
 
 
 @contextmanager
@@ -840,9 +789,10 @@ assert "take(" in source and "mul(" in source
 
 # %% [markdown]
 # That is the kernel without its Python. Offsets and masks depend on no tensor, so they were computed once and became
-# constants. Calls that depend only on integers, such as a block table, go to `prepare`, which runs again only when
-# they change. `replay` has the others. How much time does a recording save? The work here is ten numbers, so nearly all
-# of the time is Python:
+# constants. Calls that depend only on integers, such as a block table, go to `prepare`. `replay` has the others. A
+# launcher that repeats a launch with the same tables captures it in a `Graph`, which runs `replay` alone (Day 31).
+#
+# How much time does a recording save? The work here is ten numbers, so nearly all of the time is Python:
 
 # %%
 today.predict("replay", "How many times as fast is a replayed launch?", guess=None)
@@ -883,7 +833,7 @@ with options, patch.object(kernel, "run", wraps=kernel.run) as spy:  # runs the 
 # replayed. 49 keys: another number of turns, recorded again.
 
 # %%
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from torch.overrides import TorchFunctionMode, wrap_torch_function
 
@@ -892,7 +842,7 @@ from nanoserve.kernels.tlsim.rules import number_dtype
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/kernels/tlsim/replay.py: HOST, STORES, KINDS, RECORDINGS, SMALL and 4 more
+# lands in nanoserve/kernels/tlsim/replay.py: HOST, STORES, KINDS, RECORDINGS, SMALL and 5 more
 HOST = {"__bool__", "__int__", "__float__", "__index__", "item", "tolist"}
 STORES = {"index_copy_", "index_add_"}
 KINDS, RECORDINGS = 64, 16  # what a kernel keeps: kinds of launches, and recordings of each
@@ -951,7 +901,7 @@ class Recording:
     """The torch calls of a launch as two functions of its arguments."""
 
     def __init__(self, recorder: Recorder, inputs: list[str], settled: set[str]) -> None:
-        early, late, self.state = [], [], None
+        early, late = [], []
         for result, _, used, _ in recorder.steps:
             settled -= used if result in recorder.stored else set()  # the memory of an argument
         for step in recorder.steps:
@@ -962,21 +912,47 @@ class Recording:
         self.works = effects == sorted(effects, reverse=True)  # every test is before every store
         later = {name for _, _, used, _ in late for name in used}
         kept = [result for result, *_ in early if result in later]
+        self.inputs = [name for name in inputs if name in later]
         self.source = _function("prepare", inputs, early, kept)
-        self.source += _function("replay", inputs + kept, late, [])
+        self.source += _function("replay", self.inputs + kept, late, [])
         exec(self.source, recorder.space)
         self.prepare, self.replay = recorder.space["prepare"], recorder.space["replay"]
 
-    def runs(self, inputs: list[Any], state: list[Any], tables: list[torch.Tensor]) -> bool:
-        """Replay the launch. False, before any store, if the recording does not hold for it. The
-        state is what `prepare` depends on: numbers, and the identity and version of tables."""
-        if self.state != state:
-            self.state, self.tables, self.kept = state, tables, self.prepare(*inputs)
-        return self.kept is not None and self.replay(*inputs, *self.kept) is not None
+    def prepared(self, inputs: dict[str, Any]) -> Callable | None:
+        """The launch as a function of self.inputs; None if the recording does not hold for it. The
+        function returns None, before any store, if the recording does not hold for its inputs."""
+        kept = self.prepare(**inputs)
+        return None if kept is None else partial(self.replay, **kept)
+
+
+class Graph:
+    """A launch to repeat with other tensors, for a launcher that repeats a launch many times.
+
+    tlsim.options(checks=False, replay=graph) captures a launch. `names` are the arguments that
+    replay() replaces. It does not look at the tensors: the caller makes sure that they have the
+    dtypes, devices and strides of the first ones, and that no tensor of integers has changed.
+    """
+
+    def __init__(self, *names: str) -> None:
+        self.names, self.run = names, None
+
+    def replay(self, *tensors: torch.Tensor) -> bool:
+        """Repeat the launch. False, before any store, if there is none that holds for the tensors,
+        or if the options that hold now watch each access: then launch the kernel instead."""
+        now = options_now()
+        watched = now.order != "lockstep" or now.poison or now.trace is not None
+        if self.run is None or watched:
+            return False
+        given = dict(zip(self.names, tensors, strict=True))
+        if not torch.is_grad_enabled():
+            return self.run(**given) is not None
+        with torch.no_grad():
+            return self.run(**given) is not None
 
 
 def _function(name: str, inputs: list[str], steps: list, returned: list[str]) -> str:
-    lines, needed = [f"    return [{', '.join(returned)}]"], {*inputs, *returned}
+    result = ", ".join(f"{name!r}: {name}" for name in returned)
+    lines, needed = [f"    return {{{result}}}"], {*inputs, *returned}
     for result, line, used, _ in reversed(steps):
         if result in needed or not result:  # else nothing uses the result
             lines.append("; del ".join([f"    {line}", *sorted(used - needed)]))
@@ -993,20 +969,15 @@ class Recordings:
         self.kernel, self.known = kernel, lru_cache(KINDS)(lambda *_: SimpleNamespace(first=None))
 
     def launch(self, grid: tuple[int, int, int], given: dict[str, Any]) -> None:
-        """Replay a recording, or record the launch if none holds. Tensors made in inference mode
-        count no changes in place, so launches with them are not recorded."""
-        uses, inputs, numbers, tables, state = self.kernel.source.globals(), {}, {}, {}, []
+        """Replay a recording, or record the launch if none holds."""
+        uses, inputs, numbers, tables = self.kernel.source.globals(), {}, {}, set()
+        graph = options_now().replay  # True: the launch stands alone
         kind, device = [grid, options_now().wave, *map(id, uses.values())], None
         for name, x in given.items():
             if isinstance(x, torch.Tensor):
-                if x.is_inference():
-                    self.kernel.run(grid, given)
-                    return
                 inputs[name], device = x, x.device
                 kind += (x.dtype, device)
-                if not x.dtype.is_floating_point:
-                    tables[name] = x
-                    state += (id(x), x._version)
+                tables |= set() if x.dtype.is_floating_point else {name}
             elif type(x) in (int, float) and x != 1 and name not in self.kernel.constants:
                 numbers[name] = x
                 wide = type(x) is int and not -(2**31) <= x < 2**31
@@ -1024,14 +995,17 @@ class Recordings:
         for name in sorted(known.varying):  # a set has no order of its own
             dtype = number_dtype(numbers[name], None)
             inputs[name] = torch.full((1, 1, 1), numbers[name], dtype=dtype, device=device)
-            state.append(repr(numbers[name]))
         for i, recording in enumerate(known.found):
-            if recording.runs(inputs.values(), state, tables):
-                known.found.insert(0, known.found.pop(i))
-                return
+            run, rest = recording.prepared(inputs), {x: inputs[x] for x in recording.inputs}
+            if run is None or run(**rest) is None:
+                continue
+            known.found.insert(0, known.found.pop(i))
+            if isinstance(graph, Graph):
+                graph.run = partial(run, **{x: rest[x] for x in rest if x not in graph.names})
+            return
         with Recorder(inputs) as recorder:
             self.kernel.run(grid, given, {name: inputs[name] for name in known.varying})
-        recording = Recording(recorder, [*inputs], known.varying | {*tables})
+        recording = Recording(recorder, [*inputs], known.varying | tables)
         if recording.works:
             known.found[:] = [recording, *known.found][:RECORDINGS]
 
@@ -1040,19 +1014,17 @@ class Recordings:
 # ## The words of the language
 #
 # What is left is vocabulary: functions that compute lane by lane, functions that change a shape, and the names of the
-# types. Most are one line, since `combine` of Day 21 does the work.
+# types. Most are one line, since `combine` of Day 21 does the work. Where torch has a function of the same name, the name
+# in a table is enough.
 
 # %%
-import sys
-
-from nanoserve.kernels.tlsim.language import broadcast_to, reduce_max, reduce_min, reduce_sum
-from nanoserve.kernels.tlsim.loops import Range
-from nanoserve.kernels.tlsim.rules import broadcasts, block_shape, wide
+from nanoserve.kernels.tlsim.language import Range, reduce_max, reduce_min, reduce_sum
+from nanoserve.kernels.tlsim.rules import block_shape, torch_axis, wide
 from nanoserve.kernels.tlsim.values import combine, paired
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/kernels/tlsim/language.py: int1, int8, int16, int32, int64, uint8 and 27 more
+# lands in nanoserve/kernels/tlsim/language.py: int1, int8, int16, int32, int64, uint8 and 18 more
 int1, int8, int16, int32, int64 = torch.bool, torch.int8, torch.int16, torch.int32, torch.int64
 uint8, float16, bfloat16 = torch.uint8, torch.float16, torch.bfloat16
 float32, float64 = torch.float32, torch.float64
@@ -1063,72 +1035,43 @@ math = sys.modules[__name__]  # tl.math.exp is tl.exp
 def cumsum(x: Value, axis: int = 0) -> Value:
     """The sums of the lanes up to each lane, along an axis."""
     dtype = x.dtype if x.dtype.is_floating_point else wide(x.dtype)
-    return Value(x.lanes.cumsum(3 + axis % len(x.shape), dtype=dtype))
+    return Value(x.lanes.cumsum(torch_axis(axis, len(x.shape)), dtype=dtype))
 
 
-def where(condition: Any, x: Any, y: Any) -> Value:
+def where(condition, x, y) -> Value:
     """x where the condition is true, else y. Both are always computed."""
     return combine(torch.where, as_value(condition).to(torch.bool), *paired(x, y))
 
 
-def maximum(x: Any, y: Any) -> Value:
-    """The larger of x and y; if one is NaN, the other."""
-    return _elementwise(torch.fmax, x, y)
-
-
-def minimum(x: Any, y: Any) -> Value:
-    """The smaller of x and y; if one is NaN, the other."""
-    return _elementwise(torch.fmin, x, y)
-
-
-def _elementwise(op: Callable, *operands: Any) -> Value:
-    x, y = (as_value(x) for x in operands)
-    short = (x.to(wide(x.dtype)) if x.dtype == bfloat16 else x for x in (x, y))
+def _extreme(op: Callable, x, y) -> Value:
+    """The larger or the smaller of x and y, lane by lane; if one is NaN, the other."""
+    x, y = as_value(x), as_value(y)
+    short = (x.to(float32) if x.dtype == bfloat16 else x for x in (x, y))
     return combine(op, *paired(*short))
 
 
-def absolute(x: Any) -> Value:
-    """The absolute value."""
-    return combine(torch.abs, as_value(x))
+maximum, minimum = partial(_extreme, torch.fmax), partial(_extreme, torch.fmin)
 
 
-def _function(op: Callable[[torch.Tensor], torch.Tensor], what: str) -> Callable[[Any], Value]:
-    """A function of each lane that Triton defines for float32 and float64 only."""
-
-    def apply(x: Any) -> Value:
-        if (x := as_value(x)).dtype not in (torch.float32, torch.float64):
-            raise fault(f"{what} is for float32 and float64, not {x.dtype}: cast with .to first")
-        return combine(op, x)
-
-    apply.__doc__ = f"{what}, lane by lane."
-    return apply
+def _function(name: str, x) -> Value:
+    """torch's function of this name, lane by lane. All but abs are for float32 and float64 only."""
+    x = as_value(x)
+    short = name != "abs" and x.dtype not in (float32, float64)
+    refuse(short, f"tl.{name} is for float32 and float64, not {x.dtype}: cast with .to first")
+    return combine(getattr(torch, name), x)
 
 
-exp, exp2 = _function(torch.exp, "e to the power x"), _function(torch.exp2, "2 to the power x")
-log, log2 = _function(torch.log, "the natural logarithm"), _function(torch.log2, "log to base 2")
-sqrt, rsqrt = _function(torch.sqrt, "the square root"), _function(torch.rsqrt, "1 / sqrt(x)")
-floor, ceil = _function(torch.floor, "rounding down"), _function(torch.ceil, "rounding up")
-sigmoid = _function(torch.sigmoid, "1 / (1 + exp(-x))")
+FUNCTIONS = ("abs", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "floor", "ceil", "sigmoid")
 
 
-def cdiv(x: Any, y: Any) -> Any:
+def cdiv(x, y):
     """x / y, rounded up, for positive integers."""
     return (x + y - 1) // y
 
 
 def reshape(x: Value, shape: tuple[int, ...]) -> Value:
     """The same lanes, in row-major order, in another shape."""
-    shape = block_shape(*shape)
-    if torch.Size(shape).numel() != torch.Size(x.shape).numel():
-        raise fault(f"cannot reshape {list(x.shape)} to {list(shape)}: the numbers of lanes differ")
-    return Value(x.lanes.reshape(*x.data.shape[:3], *shape), x.buffer)
-
-
-def expand_dims(x: Value, axis: int) -> Value:
-    """x with a new axis of size 1."""
-    index = [slice(None)] * len(x.shape)
-    index.insert(axis % (len(x.shape) + 1), None)
-    return x[tuple(index)]
+    return Value(x.lanes.reshape(*x.data.shape[:3], *block_shape(*shape)), x.buffer)
 
 
 def trans(x: Value) -> Value:
@@ -1136,29 +1079,26 @@ def trans(x: Value) -> Value:
     return x.T
 
 
+expand_dims = Value.expand_dims
+
+
 class constexpr:
     """A value known at compile time: annotates a parameter, or wraps a global."""
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value) -> None:
         self.value = value
 
 
-def static_assert(condition: bool, message: str = "") -> None:
+def static_assert(condition: bool, message: str = "tl.static_assert is false") -> None:
     """Raise KernelError if a condition on constants is false."""
-    if not condition:
-        raise fault(message or "tl.static_assert: the condition is false")
+    refuse(not condition, message)
 
 
-HIDDEN = {  # under Triton's names, these would hide functions of Python in this file
-    "sum": reduce_sum,
-    "max": reduce_max,
-    "min": reduce_min,
-    "abs": absolute,
-    "range": Range,
-}
+HIDDEN = {name: partial(_function, name) for name in FUNCTIONS}  # Triton's names that are hidden
+HIDDEN |= {"sum": reduce_sum, "max": reduce_max, "min": reduce_min, "range": Range}
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str):
     if name in HIDDEN:
         return HIDDEN[name]
     raise AttributeError(f"tlsim has no tl.{name}: it has the part of Triton that the course uses")

@@ -834,34 +834,15 @@ print(unpermute(in_file, n_heads=1).tolist())
 # %%
 from collections.abc import Callable
 
+
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/weights.py: FLOATS, StoredTensor, check_shapes, list_gguf
-FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-
-
+# until day 32: lands in nanoserve/weights.py: StoredTensor, list_gguf
 @dataclass(frozen=True)
 class StoredTensor:
     """A tensor in a file: its shape, and read() to load its values."""
 
     shape: tuple[int, ...]
     read: Callable[[], torch.Tensor]
-
-
-def check_shapes(stored: dict[str, StoredTensor], expected: dict[str, tuple[int, ...]]) -> None:
-    """Raise ValueError for the first tensor that is missing, surplus or of the wrong shape."""
-    for name, shape in expected.items():
-        if name not in stored:
-            raise ValueError(f"tensor {name} is missing from the checkpoint")
-        if stored[name].shape != shape:
-            raise ValueError(
-                f"tensor {name} has shape {list(stored[name].shape)}, "
-                f"but the config requires {list(shape)}"
-            )
-    for name in stored:
-        if name not in expected:
-            raise ValueError(
-                f"tensor {name} is in the checkpoint, but the config has no place for it"
-            )
 
 
 def list_gguf(path: Path, config: ModelConfig) -> dict[str, StoredTensor]:
@@ -889,13 +870,35 @@ def list_gguf(path: Path, config: ModelConfig) -> dict[str, StoredTensor]:
     return stored
 
 
+# %% jupyter={"source_hidden": true}
+# lands in nanoserve/weights.py: FLOATS, check_shapes
+FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def check_shapes(stored: dict[str, StoredTensor], expected: dict[str, tuple[int, ...]]) -> None:
+    """Raise ValueError for the first tensor that is missing, surplus or of the wrong shape."""
+    for name, shape in expected.items():
+        if name not in stored:
+            raise ValueError(f"tensor {name} is missing from the checkpoint")
+        if stored[name].shape != shape:
+            raise ValueError(
+                f"tensor {name} has shape {list(stored[name].shape)}, "
+                f"but the config requires {list(shape)}"
+            )
+    for name in stored:
+        if name not in expected:
+            raise ValueError(
+                f"tensor {name} is in the checkpoint, but the config has no place for it"
+            )
+
+
 # %% [markdown]
 # The second format is **safetensors**: named tensors as they lie in memory, in one file or several
 # (**shards**).
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/weights.py: list_safetensors, load_weights
+# lands in nanoserve/weights.py: list_safetensors
 def list_safetensors(folder: Path) -> dict[str, StoredTensor]:
     """The tensors of model.safetensors, or of the shards in model.safetensors.index.json."""
     from safetensors import SafetensorError, safe_open
@@ -932,6 +935,13 @@ def list_safetensors(folder: Path) -> dict[str, StoredTensor]:
     return stored
 
 
+# %% [markdown]
+# `load_weights` lists, checks and reads. (Day 32 gives these functions one more argument or field, for
+# weights that stay in four bits. A cell that begins with `# until day` holds the form until that day.)
+
+
+# %% jupyter={"source_hidden": true}
+# until day 32: lands in nanoserve/weights.py: load_weights
 def load_weights(
     path: Path,
     config: ModelConfig,

@@ -163,11 +163,12 @@ today.check(swiglu)
 # - The engine calls `linear` for every matrix. For several rows of `x`, that is `F.linear`. Every
 #   token after the prompt is a single row, and for a single row PyTorch also has a matrix-vector
 #   routine. Both compute the same sum. Which of them is faster depends on dtype and processor, and
-#   `linear` chooses by both.
+#   `linear` chooses by both. (Day 32 gives `linear` one more kind of weight. A cell that begins with
+#   `# until day` holds the form until that day.)
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/layers.py: linear, _bfloat16_products, swiglu
+# until day 32: lands in nanoserve/layers.py: linear
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [..., in] times weight [out, in], plus bias [out] -> [..., out].
 
@@ -180,6 +181,8 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     return (out if bias is None else out + bias).view(*x.shape[:-1], -1)
 
 
+# %% jupyter={"source_hidden": true}
+# lands in nanoserve/layers.py: _bfloat16_products, swiglu
 @cache
 def _bfloat16_products() -> bool:
     """Whether this CPU has instructions for products of bfloat16: avx512_bf16 or AMX.

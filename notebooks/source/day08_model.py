@@ -138,12 +138,12 @@ class Model:
     @property
     def device(self) -> torch.device:
         """The device of the weights."""
-        return self.weights["lm_head.weight"].device
+        return self.weights["model.norm.weight"].device
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the weights and activations."""
-        return self.weights["lm_head.weight"].dtype
+        """The dtype of the activations, and of all weights that are not quantised."""
+        return self.weights["model.norm.weight"].dtype
 
     def _rope(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin of positions start to stop. The tables double when they are too short."""
@@ -191,7 +191,7 @@ today.check(hidden)
 
 
 # %% jupyter={"source_hidden": true}
-# until day 34: lands in nanoserve/model.py: Model.hidden
+# until day 32: lands in nanoserve/model.py: Model.hidden
 class Model(Model):
     def hidden(self, ids: torch.Tensor, cache: Cache | None = None) -> torch.Tensor:
         """The final norm's output: ids [batch, seq] -> [batch, seq, hidden]; errors as __call__."""

@@ -221,7 +221,8 @@ class NaiveKVCache:
             needed = max(needed, 2 * self._capacity)
         self._capacity = max(needed, self._capacity)
         shape = (self._config.num_layers, self._config.n_kv, self._capacity, self._config.head_dim)
-        k, v = like.new_empty(shape), like.new_empty(shape)
+        with torch.inference_mode(False):  # else only that mode could write to this memory
+            k, v = like.new_empty(shape), like.new_empty(shape)
         if self._k is not None:
             k[:, :, : self.seq_len] = self._k[:, :, : self.seq_len]
             v[:, :, : self.seq_len] = self._v[:, :, : self.seq_len]

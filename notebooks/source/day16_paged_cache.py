@@ -176,7 +176,8 @@ class PagedKVCache:
             return
         self.table.grow(end)
         if end > len(self._slots):  # the buffer doubles, so that a step costs O(1) on average
-            longer = self._slots.new_empty(max(end, 2 * len(self._slots)))
+            with torch.inference_mode(False):  # else only that mode could write to this memory
+                longer = self._slots.new_empty(max(end, 2 * len(self._slots)))
             longer[: self._mapped] = self._slots[: self._mapped]
             self._slots = self._step_slots = longer
         fresh = [self.table.slot(position) for position in range(self._mapped, end)]

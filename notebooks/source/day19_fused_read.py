@@ -318,7 +318,7 @@ def new_cache(kind: str | None, model: Model, tokens: int) -> Cache | None:
 
 
 # %% jupyter={"source_hidden": true}
-# until day 35: lands in nanoserve/generate.py: LLM.__init__, LLM.generate, LLM.stream
+# until day 32: lands in nanoserve/generate.py: LLM.__init__
 class LLM(LLM):
     def __init__(
         self,
@@ -335,6 +335,10 @@ class LLM(LLM):
         self.tokenizer = load_tokenizer(source)
         self._cache = cache
 
+
+# %% jupyter={"source_hidden": true}
+# until day 35: lands in nanoserve/generate.py: LLM.generate, LLM.stream
+class LLM(LLM):
     def generate(
         self,
         prompts: str | Sequence[int] | Sequence[str | Sequence[int]],

@@ -600,27 +600,27 @@ import operator
 from collections import namedtuple
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial, update_wrapper
 from typing import Any
 
 from nanoserve.kernels.tlsim import rules
-from nanoserve.kernels.tlsim.accesses import check_poison, watch
-from nanoserve.kernels.tlsim.grid import KernelError, _options, _wave, fault
+from nanoserve.kernels.tlsim.grid import KernelError, _options, _wave, fault, refuse
+from nanoserve.kernels.tlsim.launch import Source, translate
+from nanoserve.kernels.tlsim.memory import refuse_lanes, watch
 from nanoserve.kernels.tlsim.replay import Recordings, one_step
-from nanoserve.kernels.tlsim.rules import One, block_shape, broadcasts
-from nanoserve.kernels.tlsim.source import Source, translate
+from nanoserve.kernels.tlsim.rules import One, block_shape
 
 # %% [markdown]
 # ### 1. The programs that run together
 #
-# A **wave** is a set of programs that run side by side. A large grid runs as several waves, so that memory stays
-# bounded. Look for `ids`: the numbers of the programs along each axis of the grid, shaped so that torch broadcasts
-# them.
+# A **wave** is a set of programs that run side by side. `waves` cuts a large grid into several waves, so that memory
+# stays bounded. In the serial order each wave is one program. Look for `ids`: the numbers of the programs along each axis
+# of the grid, shaped so that torch broadcasts them.
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/kernels/tlsim/grid.py: Options, Wave, options_now, options, current, running
+# lands in nanoserve/kernels/tlsim/grid.py: Options, Wave, options_now, options, current and 2 more
 @dataclass(frozen=True)
 class Options:
     """Options of a run.
@@ -640,18 +640,11 @@ class Options:
     seed: int = 0
     wave: int = 1024
     replay: bool = False
-    trace: Any = None
+    trace: object = None
 
     def __post_init__(self) -> None:
         if self.order not in ("lockstep", "serial") or self.wave < 1:
-            rule = 'order must be "lockstep" or "serial", and wave must be at least 1'
-            raise ValueError(f"{rule}: got {self.order!r} and {self.wave}")
-
-    @property
-    def replays(self) -> bool:
-        """Whether launches are recorded and replayed."""
-        watched = self.checks or self.poison or self.trace is not None
-        return self.replay and self.order == "lockstep" and not watched
+            raise ValueError(f"order must be lockstep or serial, wave at least 1: got {self}")
 
 
 @dataclass
@@ -663,6 +656,7 @@ class Wave:
     options: Options
     accessed: dict  # of the sanitizer: who has accessed what, for all waves of a launch
     active: torch.Tensor | None = None  # broadcasts to [x, y, z]: programs that run; None: all
+    at: tuple[str, int] = ("no kernel", 0)  # file and line of the statement that runs
 
     @property
     def programs(self) -> torch.Tensor:
@@ -676,9 +670,7 @@ class Wave:
         return self.options.checks and self.active is not None and not self.active.any()
 
 
-def options_now() -> Options:
-    """The options that hold now."""
-    return _options.get(None) or Options()
+options_now = _options.get  # the options that hold now
 
 
 @contextmanager
@@ -700,17 +692,31 @@ def current() -> Wave:
 
 @contextmanager
 def running(wave: Wave) -> Iterator[None]:
-    """Run a kernel for a wave. An error of Python or torch becomes one with the kernel's line."""
+    """Run a kernel's code for a wave. An error of Python or torch gets the kernel's line."""
     token = _wave.set(wave)
     try:
         yield
     except KernelError:
         raise
     except Exception as error:
-        name = "" if isinstance(error, RuntimeError) else f"{type(error).__name__}: "
-        raise fault(f"{name}{error}", error=error) from error
+        raise fault(f"{type(error).__name__}: {error}") from error
     finally:
         _wave.reset(token)
+
+
+def waves(grid: tuple[int, int, int], device, at: tuple[str, int]) -> Iterator[Wave]:
+    """The waves of a launch: as many programs as there is room for. In serial order it is one."""
+    options, accessed, parts = options_now(), {}, [()]
+    serial = options.order == "serial"
+    room = 1 if serial else options.wave
+    for axis, n in enumerate(grid):
+        ids = torch.arange(n, dtype=torch.int32, device=device)
+        cuts = ids.view([-1 if i == axis else 1 for i in range(3)]).split(min(n, room) or 1, axis)
+        parts = [(*part, cut) for part in parts for cut in cuts if n]
+        room = max(1, room // max(1, n))
+    shuffled = torch.Generator().manual_seed(options.seed)
+    for i in torch.randperm(len(parts), generator=shuffled) if serial else range(len(parts)):
+        yield Wave(grid, parts[i], options, accessed, at=at)
 
 
 # %% [markdown]
@@ -732,7 +738,7 @@ print("programs:", three.programs.flatten().tolist(), "   shape:", list(three.id
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/kernels/tlsim/values.py: Buffer, PointerType, flattened, pointer and 6 more
+# lands in nanoserve/kernels/tlsim/values.py: Buffer, PointerType, flattened, pointer and 7 more
 Buffer = namedtuple("Buffer", ["name", "flat"])  # an argument's memory, as flattened() returns it
 PointerType = namedtuple("PointerType", ["element_ty"])  # a pointer's dtype
 
@@ -751,7 +757,7 @@ def pointer(name: str, flat: torch.Tensor) -> "Value":
     return Value(torch.zeros(1, 1, 1, dtype=torch.int64, device=flat.device), Buffer(name, flat))
 
 
-def add(a: Any, b: Any) -> "Value":
+def add(a, b) -> "Value":
     """a + b. A pointer moves by integers. A row stays a row if all its lanes move alike."""
     a, b = paired(a, b)
     buffer = rules.moved_buffer(a, b)
@@ -764,15 +770,14 @@ def add(a: Any, b: Any) -> "Value":
 def _operator(op: Callable, divides: bool = False) -> tuple[Callable, Callable]:
     """The methods for `value op other` and for `number op value`."""
 
-    def forward(a: Any, b: Any) -> "Value":
+    def forward(a, b) -> "Value":
         return combine(op, *paired(a, b, divides))
 
     return forward, lambda a, b: forward(b, a)
 
 
 def _quotient(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    if a.is_floating_point():
-        raise fault("// is for integers: use / and tl.floor")
+    refuse(a.is_floating_point(), "// is for integers: use / and tl.floor")
     return torch.div(a, b, rounding_mode="trunc")  # towards 0, as in C: -7 // 2 is -3
 
 
@@ -785,20 +790,12 @@ class Value:
     the first lane of `width`; each other lane is one more than the lane before it.
     """
 
-    __slots__ = ("buffer", "data", "width")
+    T = property(lambda self: Value(self.lanes.transpose(-2, -1), self.buffer))
 
     def __init__(self, data: torch.Tensor, buffer: Buffer | None = None, width: int = 1) -> None:
         self.data, self.buffer, self.width = data, buffer, width
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The block's shape; () for a number."""
-        shape = tuple(self.data.shape[3:])
-        return shape if self.width == 1 else (*shape[:-1], self.width)
-
-    @property
-    def dtype(self) -> torch.dtype | PointerType:
-        return PointerType(self.buffer.flat.dtype) if self.buffer else self.data.dtype
+        self.dtype = PointerType(buffer.flat.dtype) if buffer else data.dtype
+        self.shape = (*data.shape[3:-1], width) if width > 1 else tuple(data.shape[3:])
 
     @property
     def lanes(self) -> torch.Tensor:
@@ -807,30 +804,26 @@ class Value:
             return self.data
         return self.data + torch.arange(self.width, dtype=self.data.dtype, device=self.data.device)
 
-    @property
-    def T(self) -> "Value":
-        return Value(self.lanes.transpose(-2, -1), self.buffer)
+    def to(self, dtype: torch.dtype, bitcast: bool = False) -> "Value":
+        """The same numbers in another dtype; with bitcast, the same bits."""
+        width = self.width if dtype in (self.dtype, torch.int64) else 1  # which hold every lane
+        data = self.data if width > 1 else rules.number(self).lanes
+        return Value((rules.bitcast if bitcast else torch.Tensor.to)(data, dtype), None, width)
 
-    def to(self, dtype: torch.dtype) -> "Value":
-        """The same numbers in another dtype."""
-        if self.buffer:
-            raise fault(f"a pointer into {self.buffer.name} cannot be cast")
-        stays = dtype in (self.dtype, torch.int64)  # which can hold every lane of a row
-        return Value((self.data if stays else self.lanes).to(dtype), None, self.width**stays)
+    def expand_dims(self, axis: int) -> "Value":
+        """The same lanes, with a new axis of size 1."""
+        axis = rules.torch_axis(axis, len(self.shape) + 1) if self.shape else 3
+        stands = axis == self.data.dim()  # a row that stands up has one lane in each row
+        data = (self.lanes if stands else self.data).unsqueeze(axis)
+        return Value(data, self.buffer, 1 if stands else self.width)
 
-    def __getitem__(self, index: Any) -> "Value":
+    def __getitem__(self, index) -> "Value":
         """x[:, None] and the like: None is a new axis of size 1. Triton has no other index."""
         out = self
         for axis, i in enumerate(index if isinstance(index, tuple) else (index,)):
-            rank = len(out.shape)
-            if i is None and (axis <= rank or rank == 0):
-                stands = axis >= rank  # a row that stands up has one lane in each row
-                data = (out.lanes if stands else out.data).unsqueeze(3 + min(axis, rank))
-                out = Value(data, self.buffer, 1 if stands else out.width)
-            elif not isinstance(i, slice) or i != slice(None):
-                raise fault(
-                    f"a block of shape {list(self.shape)} can be indexed only by None and :"
-                )
+            known = i is None or i == slice(None)
+            refuse(not known, "a block can be indexed only by None and :")
+            out = out.expand_dims(axis) if i is None else out
         return out
 
     def __index__(self) -> int:
@@ -846,7 +839,7 @@ class Value:
     def __invert__(self) -> "Value":
         return combine(operator.invert, self)
 
-    def __sub__(self, other: Any) -> "Value":
+    def __sub__(self, other) -> "Value":
         moves = self.buffer or self.width > 1
         return add(self, -other) if moves else combine(operator.sub, *paired(self, other))
 
@@ -867,16 +860,16 @@ class Value:
     __le__, __ge__ = _operator(operator.le)
 
 
-def as_value(x: Any, beside: Any = None) -> Value:
+def as_value(x, beside=None, device: torch.device | None = None) -> Value:
     """A number as a Value, in the dtype that it has beside another operand."""
     if isinstance(x, Value):
         return x
     near = beside.dtype if isinstance(beside, Value) and not beside.buffer else None
-    dtype, device = rules.number_dtype(x, near), current().ids[0].device
+    dtype, device = rules.number_dtype(x, near), device or current().ids[0].device
     return Value(torch.tensor([[[x]]], dtype=dtype, device=device))
 
 
-def paired(a: Any, b: Any, divides: bool = False) -> tuple[Value, Value]:
+def paired(a, b, divides: bool = False) -> tuple[Value, Value]:
     """Two operands in the dtype in which they meet."""
     a, b = as_value(a, b), as_value(b, a)
     if a.buffer or b.buffer or (a.dtype == b.dtype and not divides):
@@ -889,6 +882,14 @@ def combine(op: Callable, *values: Value) -> Value:
     """op on every lane of every program, with the shapes broadcast."""
     rules.joint_shape(*(rules.number(x).shape for x in values))
     return Value(op(*aligned(*(x.lanes for x in values))))
+
+
+def fitting(x, shape: tuple[int, ...]) -> torch.Tensor:
+    """x's lanes, in a shape that broadcasts to this shape of a block."""
+    x = as_value(x)
+    larger = rules.joint_shape(x.shape, shape) != shape
+    refuse(larger, f"a block of shape {list(x.shape)} does not broadcast to {list(shape)}")
+    return aligned(x.lanes, rank=len(shape))[0]
 
 
 def aligned(*tensors: torch.Tensor, rank: int = 0) -> list[torch.Tensor]:
@@ -918,37 +919,38 @@ print(offsets.lanes.view(3, 4))
 #
 # `access` finds the lanes that take part. `watch` is the sanitizer and the trace. Then `take` reads memory, or `store`
 # writes it. Look for `clamp` and `torch.where`: a masked lane may point anywhere, and its number is replaced.
+# `joined` saves time: if the programs read rows that lie side by side, `take` reads them as one longer row.
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/kernels/tlsim/memory.py: load, store, access, fitting, take
-def load(pointer: Value, mask: Any = None, other: Any = None, **_) -> Value:
+# lands in nanoserve/kernels/tlsim/memory.py: load, store, access, joined, take
+def load(pointer: Value, mask=None, other=None, **_) -> Value:
     """tl.load: the elements at the pointers where the mask is true, and `other` elsewhere.
 
     Without `other`, the other lanes are undefined on a GPU, and NaN in tlsim (0 for integers).
     Hints about caches are accepted and ignored.
     """
-    if other is not None and mask is None:
-        raise fault("tl.load takes `other` only with a mask")
+    refuse(other is not None and mask is None, "tl.load takes `other` only with a mask")
     mask, live = access("load", pointer, mask)
     flat, at, width = pointer.buffer.flat, pointer.data, pointer.width
     if live is not None:  # lanes that take no part may point anywhere
         at = torch.where(live.any(-1, keepdim=True) if width > 1 else live, at, 0)
     shape = at.shape if width == 1 else (*at.shape[:-1], width)
-    data = take(flat, at.flatten(), width, shape, live is not None)
+    starts = joined(at, width) if live is None else at.flatten()
+    data = take(flat, starts, width, at.numel(), shape, live is not None)
     if mask is not None:
-        undefined = torch.nan if flat.is_floating_point() else 0
-        other = fitting(pointer, undefined if other is None else other, "a value")
-        data = torch.where(mask, data, other.to(flat.dtype))
-    check_poison(pointer, live, data)
+        other = (torch.nan if flat.is_floating_point() else 0) if other is None else other
+        data = torch.where(mask, data, fitting(other, pointer.shape).to(flat.dtype))
+    if current().options.poison:
+        refuse_lanes(data.isnan(), pointer, live, "loads a NaN, so a slot without an owner,")
     return Value(data)
 
 
-def store(pointer: Value, value: Any, mask: Any = None, adds: bool = False, **_) -> None:
+def store(pointer: Value, value, mask=None, adds: bool = False, **_) -> None:
     """tl.store: write value's lanes to the pointers where the mask is true."""
     _, live = access("atomic_add" if adds else "store", pointer, mask)
     flat, shape = pointer.buffer.flat, (*current().programs.shape, *pointer.shape)
-    data = fitting(pointer, value, "a value").to(flat.dtype)
+    data = fitting(value, pointer.shape).to(flat.dtype)
     at, data = (x.expand(shape).flatten() for x in (pointer.lanes, data))
     if live is not None:
         lanes = live.expand(shape).flatten().nonzero().squeeze(1)
@@ -956,43 +958,47 @@ def store(pointer: Value, value: Any, mask: Any = None, adds: bool = False, **_)
     (flat.index_add_ if adds else flat.index_copy_)(0, at, data)
 
 
-def access(kind: str, pointer: Value, mask: Any) -> tuple[Any, Any]:
+def access(kind: str, pointer: Value, mask) -> tuple:
     """Return (mask, live): the mask, and the mask within the programs that run, each broadcast to
     [x, y, z, *shape]; None stands for all lanes. The sanitizer and the trace see the access."""
     if not isinstance(pointer, Value) or not pointer.buffer:
         raise fault(f"tl.{kind} needs pointers, got {getattr(pointer, 'dtype', pointer)}")
-    if mask is not None and (mask := fitting(pointer, mask, "a mask")).dtype != torch.bool:
-        raise fault(f"a mask must be int1, as a comparison returns it, got {mask.dtype}")
-    live, active = mask, current().active
-    if active is not None:
+    if mask is not None:
+        mask = fitting(mask, pointer.shape)
+        refuse(mask.dtype != torch.bool, f"a mask must be int1, got {mask.dtype}")
+    live = mask
+    if (active := current().active) is not None:
         (active,) = aligned(active, rank=len(pointer.shape))
         live = active if mask is None else mask & active
     watch(kind, pointer, live)
     return mask, live
 
 
-def fitting(pointer: Value, x: Any, what: str) -> torch.Tensor:
-    """x's lanes, in a shape that broadcasts to the pointer's lanes."""
-    x, shape = as_value(x), pointer.shape
-    if not broadcasts(x.shape, shape):
-        raise fault(f"{what} of shape {list(x.shape)} does not fit pointers {list(shape)}")
-    return aligned(x.lanes, rank=len(shape))[0]
+@one_step
+def joined(at: torch.Tensor, width: int) -> torch.Tensor:
+    """The offsets of rows. Where the programs of axis 0 load neighbouring rows, as the KV heads of
+    a token are, these become one long row: then only the first program's offsets."""
+    if width > 1 and len(at) > 1 and at.shape[1] * at.shape[2] == 1:
+        at = at[:1] if bool((at[1:] - at[:-1] == width).all()) else at
+    return at.flatten()
 
 
 @one_step
-def take(flat: torch.Tensor, at: torch.Tensor, width: int, shape: tuple, masked: bool) -> Any:
+def take(flat, at: torch.Tensor, width: int, rows: int, shape: tuple, masked: bool):
     """Rows of `width` neighbours in flat, from the offsets `at` on, viewed as shape. Of a masked
     row, the lanes outside flat give any number."""
+    rows //= len(at)  # in one joined row
     try:
         if masked and flat.is_cuda:  # a GPU reports an index outside too late to catch
             raise IndexError
-        return flat.unfold(0, width, 1).index_select(0, at).view(shape)  # all rows, by their start
+        data = flat.unfold(0, rows * width, 1).index_select(0, at)  # all rows, by their start
+        data = data.view(-1, rows, width).transpose(0, 1) if rows > 1 else data
     except (IndexError, RuntimeError):  # a row is partly outside
         if not masked:
             raise
         at = at[:, None] + torch.arange(width, device=at.device)
         data = flat[at.clamp(max=len(flat) - 1)] if len(flat) else flat.new_zeros(at.shape)
-        return data.view(shape)
+    return data.view(shape)
 
 
 # %% [markdown]
@@ -1027,13 +1033,11 @@ def num_programs(axis: int) -> Value:
 
 def arange(start: int, end: int) -> Value:
     """start, start + 1, ... end - 1: an int32 block whose length is a power of two."""
-    if not (isinstance(start, int) and isinstance(end, int)):
-        raise fault("the bounds of tl.arange must be tl.constexpr, known at compile time")
     (length,) = block_shape(end - start)
     return Value(as_value(start).data[..., None], width=length)
 
 
-def full(shape: tuple[int, ...], value: Any, dtype: torch.dtype) -> Value:
+def full(shape: tuple[int, ...], value, dtype: torch.dtype) -> Value:
     """A block with `value` in every lane."""
     return broadcast_to(as_value(value).to(dtype), shape)
 
@@ -1043,13 +1047,10 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Value:
     return full(shape, 0, dtype)
 
 
-def broadcast_to(x: Any, shape: tuple[int, ...]) -> Value:
+def broadcast_to(x, shape: tuple[int, ...]) -> Value:
     """The same lanes repeated along axes of size 1."""
-    shape, x = block_shape(*shape), as_value(x)
-    if not broadcasts(x.shape, shape):
-        raise fault(f"a block of shape {list(x.shape)} does not broadcast to {list(shape)}")
-    (data,) = aligned(x.lanes, rank=len(shape))
-    return Value(data.expand(-1, -1, -1, *shape), x.buffer)
+    x, shape = as_value(x), block_shape(*shape)
+    return Value(fitting(x, shape).expand(-1, -1, -1, *shape), x.buffer)
 
 
 # %%
@@ -1059,13 +1060,13 @@ with running(three):
 # %% [markdown]
 # ### 5. The launch
 #
-# A **Kernel** holds a function and its source. `launch` sorts the arguments, `run` runs the function once for each
-# wave, and `_argument` makes pointers of tensors. Look for `source.function()`: a Python function in which `tl` means
-# tlsim, whatever it meant outside.
+# A **Kernel** holds a function and its source. `bind` gives each argument its name, `_argument` makes pointers of
+# tensors, and `run` runs the function once for each wave. Look for `source.run`: it runs the statements of the function,
+# with `tl` meaning tlsim, whatever it meant outside.
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/kernels/tlsim/launch.py: HINTS, Kernel, waves, jit
+# lands in nanoserve/kernels/tlsim/launch.py: HINTS, Kernel, jit
 HINTS = {"num_warps", "num_stages", "num_ctas", "maxnreg"}  # for a compiler: accepted and ignored
 
 
@@ -1077,89 +1078,54 @@ class Kernel:
             fn = fn.fn
         update_wrapper(self, fn)
         self.fn, self.source, self.recordings = fn, Source(fn), Recordings(self)
-        self.signature = inspect.signature(fn)
-        kinds = ((name, p.annotation) for name, p in self.signature.parameters.items())
-        self.constants = {name for name, kind in kinds if "constexpr" in str(kind)}
+        self.constants = {n for n, kind in fn.__annotations__.items() if "constexpr" in str(kind)}
+        # bind(*args, **kwargs) gives the arguments by name, by Python's own rules
+        self.bind = eval(f"lambda {', '.join(inspect.signature(fn).parameters)}: locals()")
+        self.bind.__defaults__, self.bind.__qualname__ = fn.__defaults__, fn.__name__
 
-    def __getitem__(self, grid: Any) -> Callable:
+    def __getitem__(self, grid) -> Callable:
         return partial(self.launch, grid)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args, **kwargs):
         """Run this kernel inside another kernel, which calls it."""
-        current()
-        return self.source.run(self._bind(args, kwargs))
+        return self.source.run(self.bind(*args, **kwargs))
 
     @torch.no_grad()
-    def launch(self, grid: Any, *args: Any, **kwargs: Any) -> None:
+    def launch(self, grid, *args, **kwargs) -> None:
         """Run every program of the grid: up to three sizes, or a function that returns them.
 
         Tensors become pointers to their first elements, and numbers become scalars; tl.constexpr
         parameters stay as they are. Raises TypeError for arguments that do not fit the signature,
-        ValueError for a wrong grid or several devices, and KernelError for an error in the kernel.
+        ValueError for a wrong grid, and KernelError for an error in the kernel.
         """
-        given = self._bind(args, {name: x for name, x in kwargs.items() if name not in HINTS})
+        given = self.bind(*args, **{name: x for name, x in kwargs.items() if name not in HINTS})
         grid = grid(given) if callable(grid) else grid
-        grid = (grid,) if isinstance(grid, int) else grid
-        sizes = (
-            [n for n in grid if isinstance(n, int) and n >= 0] if isinstance(grid, tuple) else []
-        )
-        if not 1 <= len(sizes) == len(grid) <= 3:
+        sizes = grid if isinstance(grid, tuple) else (grid,)
+        if not all(isinstance(n, int) and n >= 0 for n in sizes) or not 1 <= len(sizes) <= 3:
             raise ValueError(f"{self.__name__}: a grid must be one to three sizes, got {grid}")
-        run = self.recordings.launch if options_now().replays else self.run
-        run((*grid, 1, 1)[:3], given)
+        options = options_now()
+        watched = options.checks or options.poison or options.trace or options.order == "serial"
+        run = self.recordings.launch if options.replay and not watched else self.run
+        run((*sizes, 1, 1)[:3], given)
 
-    def _bind(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Arguments by name, with the defaults."""
-        given = dict(zip(self.signature.parameters, args, strict=False)) | kwargs
-        if (
-            len(args) + len(kwargs) == len(given)
-            and given.keys() == self.signature.parameters.keys()
-        ):
-            return given  # fast
-        try:
-            bound = self.signature.bind(*args, **kwargs)
-        except TypeError as error:
-            raise TypeError(f"{self.__name__}: {error}") from None
-        bound.apply_defaults()
-        return bound.arguments
-
-    def run(self, grid: tuple[int, int, int], given: dict[str, Any], inputs: Any = ()) -> None:
+    def run(self, grid: tuple[int, int, int], given: dict, inputs=()) -> None:
         """Run the kernel for each wave of programs. `inputs`: numbers that are tensors already."""
-        devices = {x.device for x in given.values() if isinstance(x, torch.Tensor)}
-        if len(devices) > 1:
-            raise ValueError(f"{self.__name__}: needs one device, got {sorted(map(str, devices))}")
-        for name, x in given.items():
-            if name not in self.constants and not isinstance(x, torch.Tensor | int | float | None):
-                raise TypeError(f"{self.__name__}: {name} must not be a {type(x).__name__}")
-        options, accessed = options_now(), {}
-        for ids in waves(grid, options):
-            with running(Wave(grid, tuple(part.to(*devices) for part in ids), options, accessed)):
-                numbers = {name: Value(inputs[name]) for name in inputs}
-                self.source.run(
-                    {name: self._argument(name, x) for name, x in given.items()} | numbers
-                )
+        devices = (x.device for x in given.values() if isinstance(x, torch.Tensor))
+        device = next(devices, torch.device("cpu"))
+        arguments = {name: self._argument(name, x, device) for name, x in given.items()}
+        arguments |= {name: Value(inputs[name]) for name in inputs}
+        for wave in waves(grid, device, self.source.at):
+            with running(wave):
+                self.source.run(arguments)
 
-    def _argument(self, name: str, x: Any) -> Any:
+    def _argument(self, name: str, x, device: torch.device):
         if x is None or name in self.constants:
             return translate(x)
         if isinstance(x, torch.Tensor):
             return pointer(name, flattened(x))
-        return One(1) if type(x) is int and x == 1 else as_value(x)
-
-
-def waves(grid: tuple[int, int, int], options: Options) -> Iterator[tuple[torch.Tensor, ...]]:
-    """The ids of each wave's programs, in the form of Wave.ids. Waves cut the longest axis."""
-    (x, y, z), axis = grid, grid.index(max(grid))
-    if options.order == "serial":
-        shuffled = torch.Generator().manual_seed(options.seed)
-        for program in torch.randperm(x * y * z, generator=shuffled).tolist():
-            place = (program % x, program // x % y, program // (x * y))
-            yield tuple(torch.full((1, 1, 1), i, dtype=torch.int32) for i in place)
-    elif x * y * z:
-        i, j, k = (torch.arange(n, dtype=torch.int32) for n in grid)
-        ids = [i.view(-1, 1, 1), j.view(1, -1, 1), k.view(1, 1, -1)]
-        for part in ids[axis].split(max(1, options.wave * grid[axis] // (x * y * z)), axis):
-            yield *ids[:axis], part, *ids[axis + 1 :]
+        if not isinstance(x, int | float):
+            raise TypeError(f"{self.__name__}: {name} must not be a {type(x).__name__}")
+        return One(1) if type(x) is int and x == 1 else as_value(x, device=device)
 
 
 def jit(fn: Callable) -> Kernel:

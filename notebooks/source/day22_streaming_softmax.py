@@ -203,46 +203,38 @@ print("as torch's:", torch.allclose(out, x.softmax(-1), atol=1e-6))
 assert torch.allclose(out, x.softmax(-1), atol=1e-6)
 
 # %% [markdown]
-# In tlsim the grid's three axes come before the block's. So axis 0 of the block is axis 3 of the tensor, and one call of
-# torch reduces the blocks of all programs:
+# In tlsim the grid's three axes come before the block's. So axis 0 of the block is axis 3 of the tensor (`torch_axis`),
+# and one call of torch reduces the blocks of all programs. The three reductions differ only in torch's function, so
+# `_reduction` makes them:
 
 # %%
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from nanoserve.kernels.tlsim.grid import current, fault
-from nanoserve.kernels.tlsim.rules import dot_operands, wide
+from nanoserve.kernels.tlsim.grid import current, refuse
+from nanoserve.kernels.tlsim.rules import dot_operands, torch_axis, wide
 from nanoserve.kernels.tlsim.values import Value, aligned, as_value, paired
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/kernels/tlsim/language.py: reduce_sum, reduce_max, reduce_min, _reduce
-def reduce_sum(x: Value, axis: int | None = None, keep_dims: bool = False) -> Value:
-    """The sum over an axis, or over all axes; short integers are summed in 32 bits."""
-    dtype = x.dtype if x.dtype.is_floating_point else wide(x.dtype)
-    return _reduce(partial(torch.sum, dtype=dtype), x, axis, keep_dims)
-
-
-def reduce_max(x: Value, axis: int | None = None, keep_dims: bool = False) -> Value:
-    """The largest lane along an axis, or of all lanes, in 32 bits at least.
-
-    The result is NaN if a lane is NaN. A GPU ignores NaN lanes instead.
+# lands in nanoserve/kernels/tlsim/language.py: _reduction, reduce_sum, reduce_max, reduce_min
+def _reduction(op: Callable, sums: bool = False) -> Callable[..., Value]:
+    """A reduction over one axis, or over all. It is done in 32 bits at least, but halves are summed
+    as they are. The largest and the smallest lane are NaN if a lane is; a GPU ignores it instead.
     """
-    return _reduce(torch.amax, x.to(wide(x.dtype)), axis, keep_dims)
+
+    def reduce(x: Value, axis: int | None = None, keep_dims: bool = False) -> Value:
+        rank, dtype = len(x.shape), x.dtype
+        axes = [torch_axis(i, rank) for i in (range(max(rank, 1)) if axis is None else [axis])]
+        dtype = dtype if sums and dtype.is_floating_point else wide(dtype)
+        return Value(op(x.to(dtype).lanes, axes, keep_dims).to(dtype))
+
+    return reduce
 
 
-def reduce_min(x: Value, axis: int | None = None, keep_dims: bool = False) -> Value:
-    """The smallest lane along an axis, or of all lanes; dtype and NaN as for reduce_max."""
-    return _reduce(torch.amin, x.to(wide(x.dtype)), axis, keep_dims)
-
-
-def _reduce(op: Callable, x: Value, axis: int | None, keep_dims: bool) -> Value:
-    rank = len(x.shape)
-    if not rank or not (axis is None or -rank <= axis < rank):
-        raise fault(f"a block of shape {list(x.shape)} has no axis {axis}")
-    axes = [3 + i for i in (range(rank) if axis is None else (axis % rank,))]
-    return Value(op(x.lanes, dim=axes, keepdim=keep_dims))
+reduce_sum = _reduction(torch.sum, sums=True)
+reduce_max, reduce_min = _reduction(torch.amax), _reduction(torch.amin)
 
 
 # %%
@@ -293,26 +285,25 @@ print(
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/kernels/tlsim/loops.py: Range, kept
+# lands in nanoserve/kernels/tlsim/language.py: Range, kept
 class Range:
     """tl.range, and range in a kernel. A bound is a number, or a value that differs by program."""
 
-    def __init__(self, start: Any, stop: Any = None, step: Any = 1, **_) -> None:
+    def __init__(self, start, stop=None, step=1, **_) -> None:
         start, stop = (0, start) if stop is None else (start, stop)
         start, self.stop = paired(start, as_value(stop))
         self.start, self.step = paired(start, as_value(step))
-        if any(x.shape or x.dtype.is_floating_point for x in (start, self.stop, self.step)):
-            raise fault("the bounds of a loop must be integers, not blocks or fractions")
-        backwards = isinstance(step, int) and step < 0  # Triton accepts a constant
-        if not backwards and not bool((self.step.data > 0).all()):
-            raise fault("the step of a loop must be above 0, or a negative constant")
+        wrong = any(x.shape or x.dtype.is_floating_point for x in (start, self.stop, self.step))
+        refuse(wrong, "the bounds of a loop must be integers, not blocks or fractions")
+        known = (isinstance(step, int) and step < 0) or bool((self.step.data > 0).all())
+        refuse(not known, "the step of a loop must be above 0, or a negative constant")
 
     def __iter__(self) -> Iterator[Value]:
         """The index in each turn. In a turn, the programs that have finished are not active. With
         checks, a loop without a turn has one, with all programs off."""
         wave, outer = current(), current().active
-        distance, step = self.stop.data - self.start.data, self.step.data
-        turns = -torch.div(-distance, step, rounding_mode="floor")  # distance / step, rounded up
+        # the distance, divided by the step and rounded up
+        turns = -torch.div(self.start.data - self.stop.data, self.step.data, rounding_mode="floor")
         turns = turns if outer is None else torch.where(outer, turns, 0)
         longest = int(turns.max())
         alike = turns.numel() == 1 or bool((turns == longest).all())
@@ -322,13 +313,13 @@ class Range:
         wave.active = outer
 
 
-def kept(name: str, old: Value, new: Value) -> Value:
+def kept(name: str, old, new):
     """What a variable holds after code that only some programs run: the new value in the active
-    programs, and the old one in the others."""
-    if (old.dtype, old.shape) != (new.dtype, new.shape):
-        was, now = (f"{list(x.shape)} {x.dtype}" for x in (old, new))
-        rule = "in a loop and in the branches of an if, a variable must keep its shape and dtype"
-        raise fault(f"{name} is {was} before and {now} after: {rule}")
+    programs, and the old one in the others. Its shape and dtype must be the same."""
+    if new is old or not isinstance(old, Value) or not isinstance(new, Value):
+        return new
+    was, now = (f"{list(x.shape)} {x.dtype}" for x in (old, new))
+    refuse(was != now, f"{name} is {was} before and {now} after: shape and dtype must stay")
     if (active := current().active) is None:
         return new
     width = new.width if old.width == new.width else 1  # rows stay rows
@@ -343,7 +334,7 @@ def kept(name: str, old: Value, new: Value) -> Value:
 # %%
 import inspect
 
-from nanoserve.kernels.tlsim.source import Run
+from nanoserve.kernels.tlsim.launch import Run
 
 print(inspect.getsource(Run.For))
 

@@ -72,7 +72,7 @@ print(f"{padded:,} rows with padding, {packed} without: {padded / packed:.0f} ti
 #
 # ## The tables of a batch
 #
-# Attention gets three small tensors and three numbers:
+# Attention gets three small tensors and four numbers:
 #
 # | field | shape | meaning |
 # | --- | --- | --- |
@@ -81,9 +81,11 @@ print(f"{padded:,} rows with padding, {packed} without: {padded / packed:.0f} ti
 # | `query_starts` | `[num_seqs + 1]` | sequence i has the rows `query_starts[i]` to `query_starts[i + 1]` of q |
 # | `block_size` | a number | slots in a block |
 # | `max_query_len`, `max_kv_len` | numbers | upper bounds of every query_len and kv_len |
+# | `total_kv_len` | a number, or None | the sum of the kv_lens, if the host knows it |
 #
 # Why the bounds? A launch needs to know how many programs to start. On a GPU, reading a number from a tensor
-# waits until the GPU has finished all its work, so the host passes bounds that it has already.
+# waits until the GPU has finished all its work, so the host passes bounds that it has already. (Day 31 uses the sum:
+# it shows whether the lengths are about equal.)
 
 # %%
 from collections.abc import Callable, Sequence

@@ -316,10 +316,12 @@ def load_tile(
 #   computes `score * scale - m_new` in one instruction, so the scaling of the scores costs no further one.
 # - **The mask.** In a prefill with many rows, most tiles are seen whole by every row, and the first loop folds
 #   these without a mask. The second loop does the rest. In decode there is only the second.
+#
+# `fold_once` is for a history that fits in one tile. Then there is no earlier sum, so nothing is rescaled.
 
 
 # %% jupyter={"source_hidden": true}
-# lands in nanoserve/kernels/split_kv.py: fold_tile, fold_keys
+# lands in nanoserve/kernels/split_kv.py: fold_tile, fold_keys, fold_once
 @triton.jit
 def fold_tile(score, v, m, l, acc, scale):
     """Fold a tile of scores [ROWS, TILE] and values [TILE, BLOCK_D] into a streaming softmax.
@@ -381,6 +383,33 @@ def fold_keys(
     return m, l, acc
 
 
+@triton.jit
+def fold_once(
+    q,
+    sees,
+    high,
+    k,
+    k_slot,
+    v,
+    v_slot,
+    table,
+    scale,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    LONG: tl.constexpr,
+):
+    """l and acc of fold_keys over positions 0 to high, 1 to TILE of them: nothing is rescaled."""
+    key, value = load_tile(
+        0, high, k, k_slot, v, v_slot, table, q.shape[1], HEAD_DIM, BLOCK_SIZE, TILE, LONG
+    )
+    score = tl.dot(q, tl.trans(key), input_precision="ieee") * scale  # [ROWS, TILE]
+    seen = tl.arange(0, TILE)[None, :] < tl.minimum(sees, high)[:, None]
+    score = tl.where(seen, score, -1e30)
+    p = tl.exp2(score - tl.max(score, axis=1)[:, None])
+    return tl.sum(p, axis=1), tl.dot(p.to(value.dtype), value, input_precision="ieee")
+
+
 # %% [markdown]
 # Last the kernel. Which tile of which sequence does a program compute? With one tile for each sequence, as in
 # decode, the tile's number is the sequence's. Otherwise the tiles of sequence i begin at tile `starts[i] // QUERIES +
@@ -393,7 +422,8 @@ def fold_keys(
 # A GPU starts programs in the order of their numbers, the first axis fastest. That axis is the KV head: programs
 # that start together then read neighbouring memory, since the KV heads of a token lie side by side. The other axis
 # counts the tiles backwards. The last tiles of a prefill see the most keys, and none of them should start late. The
-# host passes the factor $c$ as `scale`.
+# host passes the factor $c$ as `scale`. A launcher sets `ONCE` if it knows that every history fits in one tile. Day 31
+# does so on a CPU, where each line of the kernel costs time.
 
 
 # %% jupyter={"source_hidden": true}
@@ -424,6 +454,7 @@ def packed_kernel(
     TILE: tl.constexpr,  # keys in one iteration of the loop
     SEQS: tl.constexpr,  # num_seqs, padded to a power of two; 1: every sequence has one tile
     LONG: tl.constexpr,  # whether offsets into the pools need 64 bits
+    ONCE: tl.constexpr = False,  # whether every sequence has 1 to TILE keys
 ):
     """Attention of one tile of queries for one KV head: each key is loaded once for all its heads.
 
@@ -448,9 +479,14 @@ def packed_kernel(
     )
     k, v, table = k_ptr + kv_head * k_head, v_ptr + kv_head * v_head, table_ptr + seq * table_seq
     high = tl.minimum(kv_len, tl.max(sees, axis=0))  # no query of the tile sees a later key
-    _, l, acc = fold_keys(
-        q, sees, 0, high, k, k_slot, v, v_slot, table, scale, HEAD_DIM, BLOCK_SIZE, TILE, LONG
-    )
+    if ONCE:
+        l, acc = fold_once(
+            q, sees, high, k, k_slot, v, v_slot, table, scale, HEAD_DIM, BLOCK_SIZE, TILE, LONG
+        )
+    else:
+        _, l, acc = fold_keys(
+            q, sees, 0, high, k, k_slot, v, v_slot, table, scale, HEAD_DIM, BLOCK_SIZE, TILE, LONG
+        )
     out = acc / tl.where(l == 0.0, 1.0, l)[:, None]  # without a key, the result is 0
     dim = tl.arange(0, BLOCK_D)
     mask = used[:, None] & (dim < HEAD_DIM)[None, :]

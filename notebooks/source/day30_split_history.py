@@ -735,9 +735,9 @@ assert shapes[0] == "1 x 65,536, 32/8 x 128"
 
 # %% [markdown]
 # In the recorded run, the split brings these shapes closer to the bandwidth: the cell above asserts it for all but
-# the batch of 256, which `num_workers` does not split. On the long sequence it gains more than 132 / 8, the ratio
-# of multiprocessors to programs. Each multiprocessor runs several programs at once: with one program it waits for
-# memory most of the time.
+# the batch of 256. `num_workers` returns 0 for that batch, so a difference there is due to the launch parameters of
+# Day 31. On the long sequence the split gains more than 132 / 8, the ratio of multiprocessors to programs. Each
+# multiprocessor runs several programs at once: with one program it waits for memory most of the time.
 #
 # The K and V of the shortest sequence are 8 MiB. At the full bandwidth they take about two microseconds, and to
 # start two kernels takes time of the same order: such a shape stays far from the limit. SDPA has no ragged form

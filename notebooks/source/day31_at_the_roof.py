@@ -299,9 +299,10 @@ def newest_row(rows, capability):
 
 # %% [markdown]
 # The package's table has two keys more: the kernel, and the largest `head_dim`, since a wider key needs more shared
-# memory. Unfold the cell below and read the comments: they say what chose a row. In float32 one row serves all GPUs.
-# Tensor cores would round the factors to 10 bits after the point (TF32), so the kernel does not use them, and
-# arithmetic is its limit.
+# memory. "packed" and "waves" are both Day 29's kernel without a split: with "packed" all programs run at once, with
+# "waves" there are more programs than the GPU runs at once. Unfold the cell below and read the comments: they say
+# what chose a row. In float32 one row serves all GPUs. Tensor cores would round the factors to 10 bits after the
+# point (TF32), so the kernel does not use them, and arithmetic is its limit.
 
 # %%
 from dataclasses import dataclass, replace
@@ -401,7 +402,7 @@ from nanoserve.kernels.sizes import next_power_of_2
 from nanoserve.kernels.split_kv import num_workers
 
 
-# %% jupyter={"source_hidden": true}
+# %%
 # lands in nanoserve/kernels/split_kv.py: choose_launch
 def choose_launch(
     tables: PagedTables,
@@ -503,12 +504,14 @@ def launch_batch(
     launch: Launch,
     workers: int = 0,
     overlap: bool = False,
+    once: bool = False,
 ) -> torch.Tensor:
     """Launch packed_kernel; or, with workers, split_kv_kernel and merge_kernel.
 
     `kernels` has the three under these names, jitted by Triton or by tlsim. Other arguments and
     result as for paged_attention_batch_reference. A split needs sequences whose queries fit in the
-    rows of one tile. `overlap` starts the merge early, which needs compute capability 9.0.
+    rows of one tile. `overlap` starts the merge early, which needs compute capability 9.0. `once`
+    says that each sequence has 1 to launch.tile keys; it has no effect on a split.
     """
     num_tokens, _, head_dim = q.shape
     num_seqs, n_kv = len(tables.kv_lens), k_pool.shape[1]
@@ -538,7 +541,7 @@ def launch_batch(
         tiles = num_seqs if one_tile else num_tokens // (rows // n_rep) + num_seqs
         seqs = 1 if one_tile else max(2, seqs)
         kernels.packed_kernel[(n_kv, tiles)](
-            *inputs, out, scale, num_seqs, *strides, SEQS=seqs, **sizes, **compiler
+            *inputs, out, scale, num_seqs, *strides, SEQS=seqs, ONCE=once, **sizes, **compiler
         )
         return out
     parts = (workers + num_seqs, n_kv, rows)
@@ -565,7 +568,8 @@ LOG2_E = math.log2(math.e)  # 2 ** (x * LOG2_E) is e ** x
 #
 # Under tlsim each line of a kernel is one operation of torch for all programs, and warps and stages mean nothing. A
 # large tile needs fewer turns of the loop, and so fewer operations. Nothing is split, since there are no idle
-# multiprocessors. `replay=True` is the subject of the second half of this day.
+# multiprocessors. If every sequence has a key, and no history is longer than a tile, the launch sets Day 29's `ONCE`.
+# `_graph_of` and `replay=graph` are the subject of the second half of this day.
 
 
 # %% jupyter={"source_hidden": true}
@@ -627,20 +631,45 @@ def paged_attention_batch_tlsim(
 
     Arguments and result as for paged_attention_batch_reference; ValueError as for check_batch.
     """
+    integers = tables.block_tables, tables.kv_lens, tables.query_starts
+    graph = _graph_of(q, k_pool, v_pool, integers, tables, n_rep, scale)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    if graph.replay(q, k_pool, v_pool, out):
+        return out
     check_batch(q, k_pool, v_pool, tables, n_rep)
-    return _batch_tlsim(q, k_pool, v_pool, tables, n_rep, scale)
+    return _batch_tlsim(q, k_pool, v_pool, tables, n_rep, scale, graph)
 
 
-def _batch_tlsim(q, k_pool, v_pool, tables, n_rep, scale):
+def _batch_tlsim(q, k_pool, v_pool, tables, n_rep, scale, graph):
     rows = next_power_of_2(n_rep * tables.max_query_len)
     rows = min(rows, max(128, next_power_of_2(n_rep)))
-    tile = min(512 if rows < 128 else 256, max(16, next_power_of_2(tables.max_kv_len)))
-    n_kv = k_pool.shape[1]
+    tile = min(1024 if rows < 128 else 256, max(16, next_power_of_2(tables.max_kv_len)))
+    n_kv, lens = k_pool.shape[1], tables.kv_lens
+    once = tables.max_kv_len <= tile and lens.device.type == "cpu" and bool(lens.min() > 0)
     wave = n_kv * max(1, LANES // (rows * tile * n_kv))  # the programs of whole tiles of queries
-    with tlsim.options(checks=False, replay=True, wave=wave):
-        return launch_batch(
-            _simulated_kernels(), q, k_pool, v_pool, tables, n_rep, scale, Launch(rows, tile, 1, 1)
-        )
+    graph = True if scale is not None and scale <= 0 else graph  # the launch replaces q
+    with tlsim.options(checks=False, replay=graph, wave=wave):
+        kernels, launch = _simulated_kernels(), Launch(rows, tile, 1, 1)
+        return launch_batch(kernels, q, k_pool, v_pool, tables, n_rep, scale, launch, once=once)
+
+
+def _graph_of(q, k_pool, v_pool, integers: tuple[torch.Tensor, ...], *rest) -> tlsim.Graph:
+    """The launch of an equal call, checked and captured; an empty graph for the first such call.
+
+    The layers of a step make equal calls: only the numbers in q and the pools differ. A change in
+    place of `integers`, the slots or the tables, makes the call another one, since a tensor counts
+    such changes. It does not count a change through numpy. A tensor made in torch.inference_mode
+    counts none, so no graph is kept for it.
+    """
+    if any(x.is_inference() for x in integers):
+        return _new_graph.__wrapped__()
+    shapes = [(x.shape, x.stride(), x.dtype, x.device) for x in (q, k_pool, v_pool)]
+    return _new_graph(*rest, *shapes, *(x._version for x in integers))
+
+
+@lru_cache(maxsize=4)
+def _new_graph(*_) -> tlsim.Graph:
+    return tlsim.Graph("q_ptr", "k_ptr", "v_ptr", "out_ptr")
 
 
 @cache
@@ -712,15 +741,22 @@ def paged_attention_tlsim(
 
     Arguments and result as for paged_attention_reference; ValueError as for check_attention.
     """
-    check_attention(q, k_pool, v_pool, slot_mapping, n_rep)
     if _kernel.get() == "day22":
+        check_attention(q, k_pool, v_pool, slot_mapping, n_rep)
         programs = min(q.shape[1] * q.shape[2], 512)
         tile = next_power_of_2(min(len(slot_mapping), 512, (1 << 15) // programs))
         with tlsim.options(checks=False, wave=512):
             kernel = _simulated(paged_attention_kernel)
             return launch(kernel, q, k_pool, v_pool, slot_mapping, n_rep, scale, tile)
-    tables = _once(_tables_of, slot_mapping, q.shape[2])
-    return _one_sequence(_batch_tlsim(_packed(q), k_pool, v_pool, tables, n_rep, scale))
+    graph = _graph_of(q, k_pool, v_pool, (slot_mapping,), slot_mapping, n_rep, scale)
+    if graph.run is None:
+        check_attention(q, k_pool, v_pool, slot_mapping, n_rep)
+    q = _packed(q)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    if not graph.replay(q, k_pool, v_pool, out):
+        tables = _once(_tables_of, slot_mapping, len(q))
+        out = _batch_tlsim(q, k_pool, v_pool, tables, n_rep, scale, graph)
+    return _one_sequence(out)
 
 
 _simulated = cache(tlsim.jit)  # reads the source of a kernel once
@@ -729,7 +765,8 @@ LANES = 1 << 18  # scores of one loop iteration, over all programs of a wave
 
 @lru_cache(maxsize=16)
 def _tables_of(slot_mapping: torch.Tensor, _version: int, query_len: int) -> PagedTables:
-    return PagedTables.from_slots(slot_mapping, query_len)
+    with torch.inference_mode(False):  # made in that mode, nothing derived from them would be kept
+        return PagedTables.from_slots(slot_mapping, query_len)
 
 
 def _packed(q: torch.Tensor) -> torch.Tensor:
@@ -959,8 +996,6 @@ today.picture("capture-replay")
 # of three sequences, at most 96 tokens each:
 
 # %%
-from dataclasses import replace
-
 random = torch.Generator().manual_seed(31)
 q = torch.randn(3, 6, 64, generator=random).to(device)  # 3 sequences, 6 query heads, 2 KV heads
 k_pool, v_pool = torch.randn(2, 40 * 16, 2, 64, generator=random).to(device)
@@ -1040,8 +1075,10 @@ assert captured and again and len(made) == 1
 
 # %% [markdown]
 # The same recording served other queries, other lengths and other blocks. It is a flat list of torch calls. The
-# kernel's own Python and the types of the simulator are gone. A second list, which is not printed here, holds the
-# calls that depend on the tables alone. It runs once for all layers of a step.
+# kernel's own Python and the types of the simulator are gone. Calls that depend on the tables alone stand in a
+# function of their own, `prepare`. The layers of a step have the same tables, so the launcher keeps the results of
+# `prepare` in a `tlsim.Graph`: `_graph_of` finds it by the tables and the shapes, and every layer after the first runs
+# `replay` alone. A tensor counts its changes in place, and a changed table has no graph yet.
 
 # %% tags=["nbval-ignore-output"]
 source = made[0].source.splitlines()
@@ -1084,7 +1121,8 @@ assert equal and all(seconds > 0 for seconds in times.values())
 #
 # A recording is right only for what it has fixed. A CUDA graph fixes the shapes, the grid and the **addresses** of all
 # tensors: new numbers must be copied into the same tensors. tlsim fixes shapes, constants and the turns of the loop, and
-# takes the tensors of each launch; where something differs, it records again. And if a launcher read a length on the
+# takes the tensors of each launch; where something differs, it records again. It does not see a table that numpy has
+# changed, because the tensor does not count that change. And if a launcher read a length on the
 # host, a CUDA graph would repeat the old length without an error. That is why a launch takes upper bounds.
 
 # %% [markdown]
@@ -1124,17 +1162,21 @@ assert all(row.tpot > 0 for row in generated)
 # ## With your own code
 #
 # Everything that you wrote in Phase 2 in one run: the allocator, the block table, the cache, and, by
-# `use_kernel("day22")`, your kernel.
+# `use_kernel("day22")`, your kernel. On a GPU, the engine's own kernel has as many workers as your `num_workers` returns.
+# The last line computes that for one long sequence on an H200.
 
 # %%
 from nanoserve import LLM, SamplingParams
 from nanoserve.kernels import dispatch
 
 llm = LLM("smollm2")
+long = PagedTables.from_slots(torch.arange(65_536), query_len=1)
 with dispatch.use_kernel("day22"), today.mine(everything=True):
     (answer,) = llm.generate("The capital of France is", SamplingParams(max_tokens=6))
+    _, workers = split_kv.choose_launch(long, 4, 8, 128, torch.bfloat16, (9, 0), 132)
 print(repr(answer.text))
-assert answer.text.startswith(" Paris")
+print("65,536 tokens, 8 KV heads:", workers, "workers")
+assert answer.text.startswith(" Paris") and workers == 32
 
 # %% [markdown]
 # ## What you learned

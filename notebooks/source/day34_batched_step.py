@@ -86,10 +86,9 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 
-import torch.nn.functional as F
 
 from nanoserve.cache import KVPool, PagedBatch, PagedKVCache
-from nanoserve.layers import Cache, block, rms_norm
+from nanoserve.layers import Cache, block, embedding, rms_norm
 from nanoserve.model import Model
 from nanoserve.sampling import Sample, SamplingParams, make_generator, sample
 from nanoserve.tokenizer import Detokenizer, StopStrings, Tokenizer
@@ -272,7 +271,7 @@ class Model(Model):
         """The final norm's output: ids [batch, seq] -> [batch, seq, hidden]; errors as __call__."""
         self._check(ids)
         cos, sin = self._angles(ids.shape[1], cache)
-        x = F.embedding(ids, self.weights["model.embed_tokens.weight"])
+        x = embedding(ids, self.weights["model.embed_tokens.weight"], self.dtype)
         for index, layer in enumerate(self.layers):
             x = block(x, layer, cos, sin, self.config, cache, index)
         return rms_norm(x, self.weights["model.norm.weight"], self.config.norm_eps)
@@ -316,7 +315,8 @@ def step_logits(model: Model, step: Mapping[Sequence, int]) -> dict[Sequence, to
     free blocks; then nothing has changed.
     """
     batch = PagedBatch([sequence.cache for sequence in step], list(step.values()))
-    hidden = model.hidden(torch.tensor([pack(step)], device=model.device), batch)
+    with torch.inference_mode():  # as in next_logits: small operations start faster
+        hidden = model.hidden(torch.tensor([pack(step)], device=model.device), batch)
     batch.commit()
     rows = dict(zip(step, last_rows(step.values()), strict=True))
     rows = {sequence: row for sequence, row in rows.items() if sequence.num_uncomputed == 0}

@@ -448,7 +448,7 @@ texts = ["The capital of France is", "One, two, three,", "Water boils at", "The 
 for text, tokens in zip(texts[:3], (2, 8, 4)):
     engine.add(tokenizer.encode(text), SamplingParams(max_tokens=tokens))
 said = {}
-for number in range(12):
+for number in range(8):
     if number == 1:
         engine.add(tokenizer.encode(texts[3]), SamplingParams(max_tokens=3))
     outputs = engine.step() if engine.has_work else []
@@ -619,9 +619,11 @@ class LLM(LLM):
         dtype: str | torch.dtype = torch.float32,
         device: str | torch.device = "cpu",
         cache: str | None = "paged",
+        quantization: str | None = None,
         num_blocks: int | None = None,
     ) -> None:
-        """source, dtype, device as for load_model; cache "paged", "naive", or None for no cache.
+        """source, dtype, device, quantization as for load_model; cache "paged", "naive", or None
+        for no cache.
 
         With "paged", all prompts share one pool of num_blocks blocks, by default as many as
         default_num_blocks says. Otherwise each prompt runs by itself.
@@ -629,7 +631,7 @@ class LLM(LLM):
         if cache is not None and cache not in CACHES:
             known = ", ".join(map(repr, CACHES))
             raise ValueError(f"cache {cache!r} is not known; supported: {known}, None")
-        self.model = load_model(source, dtype, device)
+        self.model = load_model(source, dtype, device, quantization)
         self.tokenizer = load_tokenizer(source)
         self._cache = cache
         self._shared = None
@@ -648,30 +650,40 @@ class LLM(LLM):
         and max_tokens that need more blocks than the pool has.
         """
         checked = [self._prompt_ids(prompt) for prompt in prompts_of(prompts)]
-        if _single_sequence.get() or self._shared is None:
+        shared = self._engine()
+        if shared is None:
             return [self.stream(ids, params).completion for ids in checked]
         params = SamplingParams() if params is None else params
         requests: list[str] = []
         try:
             for ids in checked:
-                requests.append(self._shared.add(ids, params))
-            streams = [EngineStream(self._shared.outputs(each), params) for each in requests]
+                requests.append(shared.add(ids, params))
+            streams = [EngineStream(shared.outputs(each), params) for each in requests]
             return [stream.completion for stream in streams]
         finally:
             for each in requests:
-                self._shared.drop(each)
+                shared.drop(each)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Stream:
         """Complete one prompt as a stream of pieces of text; errors as generate, at once."""
         ids, params = self._prompt_ids(prompt), SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise ValueError(f"params must be a SamplingParams, got {params!r}")
-        if not _single_sequence.get() and self._shared is not None:
-            self._shared.engine.check(ids, params)
-            return EngineStream(self._shared.run(ids, params), params)
+        if (shared := self._engine()) is not None:
+            shared.engine.check(ids, params)
+            return EngineStream(shared.run(ids, params), params)
         tokens = min(len(ids) + params.max_tokens, self.model.config.context)
         cache = new_cache(self._cache, self.model, tokens)
         return Stream(self.model, self.tokenizer, ids, params, cache)
+
+    def _engine(self) -> SharedEngine | None:
+        """The engine that prompts share, a new one for a new `model`; None: each runs alone."""
+        if self._shared is None or _single_sequence.get():
+            return None
+        if self._shared.engine.model is not self.model:
+            num_blocks = self._shared.engine.num_blocks
+            self._shared = SharedEngine(Engine(self.model, self.tokenizer, num_blocks))
+        return self._shared
 
     def _prompt_ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
@@ -762,21 +774,27 @@ def busy(groups):
     return found
 
 
-fig, ax = figure(
+fig, panels = figure(
+    panels=2,
     xlabel="step",
     ylabel="requests that run",
-    title=f"The same {sum(LENGTHS)} tokens, in {counted['continuous']} or {counted['static']} steps",
+    title=f"The same {sum(LENGTHS)} tokens: coloured slots compute, white ones are idle",
 )
-for name, plan, colour in (("static", groups, "contiguous"), ("continuous", [LENGTHS], "engine")):
+plans = (("static", groups, "contiguous"), ("continuous", [LENGTHS], "engine"))
+for ax, (name, plan, colour) in zip(panels, plans):
     running = busy(plan)
-    ax.step(range(len(running) + 1), [*running, 0], where="post", color=COLOURS[colour], lw=2)
-    label_line(ax, len(running), 0.4, name, COLOURS[colour], "right")
-ax.set(ylim=(0, PLACES + 0.6), xlim=(0, counted["static"] * 1.2), yticks=range(PLACES + 1))
+    edges = range(len(running) + 1)
+    ax.fill_between(edges, [*running, running[-1]], step="post", color=COLOURS[colour], alpha=0.6)
+    ax.step(edges, [PLACES] * len(edges), where="post", color=COLOURS["ink"], lw=1)
+    label_line(
+        ax, counted["static"] / 2, PLACES, f"{name}: {len(running)} steps", COLOURS[colour], "above"
+    )
+    ax.set(ylim=(0, PLACES + 0.8), xlim=(0, counted["static"] + 2), yticks=range(PLACES + 1))
 fig
 
 # %% [markdown]
-# The engine took exactly as many steps as counted. Where the orange line is below four, places are idle: the static
-# batch waits for its longest answer. The gain in tokens per second can be smaller than the gain in steps, because a
+# The engine took exactly as many steps as counted. Below the line at four, everything white is an idle slot: the
+# static batch waits for its longest answer, again and again; the continuous one only at the end, when nobody waits. The gain in tokens per second can be smaller than the gain in steps, because a
 # step with fewer sequences is cheaper (Day 34 measured how much). And the plot shows one mix: if all answers had
 # the same length, both would be equal.
 #

@@ -142,7 +142,6 @@ def test_the_reference_prompts_in_one_batch_get_the_tokens_of_transformers(num_b
     assert {name: ids_of(outputs[name]) for name in REFERENCE} == {
         name: case["greedy_ids"] for name, case in REFERENCE.items()
     }
-    assert (engine.scheduler.num_preemptions > 0) == (num_blocks is not None)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -565,6 +564,20 @@ def test_a_default_pool_takes_no_memory_until_it_is_used():
 
 
 # ------------------------------------------------------------------------------------ LLM, streams
+
+
+def test_a_model_that_is_replaced_is_the_one_that_runs(llm):
+    kept, [before] = llm.model, llm.generate([3, 1, 4], SamplingParams(max_tokens=8))
+    weights = {name: weight.flip(0) for name, weight in kept.weights.items()}
+    try:
+        llm.model = Model(kept.config, weights)
+        [after] = llm.generate([3, 1, 4], SamplingParams(max_tokens=8))
+        with single_sequence():
+            [alone] = llm.generate([3, 1, 4], SamplingParams(max_tokens=8))
+    finally:
+        llm.model = kept
+    assert after.token_ids == alone.token_ids != before.token_ids
+    assert llm.generate([3, 1, 4], SamplingParams(max_tokens=8)) == [before]
 
 
 def test_a_list_of_prompts_runs_in_shared_steps_and_gives_what_each_gives_alone(llm):

@@ -5,7 +5,7 @@ import torch
 
 from nanoserve import LLM, SamplingParams, load_model
 from nanoserve.generate import new_cache, next_logits
-from nanoserve.kernels import dispatch
+from nanoserve.kernels import dequant_matvec, dispatch
 from nanoserve.kernels.dispatch import (
     BACKENDS,
     paged_attention_batch_dispatch,
@@ -13,8 +13,9 @@ from nanoserve.kernels.dispatch import (
     use_backend,
 )
 from nanoserve.kernels.reference import PagedTables, paged_attention_batch_reference
+from nanoserve.quant import Q4Weight
 from tests.attention_cases import HALVES, LAYOUTS, AttentionCase, assert_expected, tensors
-from tests.checkpoints import KINDS
+from tests.checkpoints import KINDS, random_model, save
 from tests.folders import VOCABULARY, write_checkpoint
 
 GIB = 1 << 30
@@ -173,3 +174,29 @@ def test_a_captured_launch_follows_the_content_of_its_tables():
         graph.replay()
         expected = paged_attention_batch_reference(q, *pools, tables, 3)
         torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_four_bit_weights_on_the_gpu_go_through_the_kernel(tmp_path, monkeypatch):
+    monkeypatch.setenv("NANOSERVE_CACHE", str(tmp_path / "cache"))
+    sizes = {"vocab_size": 112, "hidden_size": 96, "intermediate_size": 160, "head_dim": 16}
+    folder = save(random_model("llama-tied", **sizes), tmp_path / "model")
+    calls, kernel = [], dequant_matvec.dequant_matvec_triton
+
+    def spied(*args):
+        calls.append(len(args[0]))
+        return kernel(*args)
+
+    monkeypatch.setattr(dequant_matvec, "dequant_matvec_triton", spied)
+    for dtype in (torch.float32, torch.bfloat16):
+        ours = load_model(folder, dtype, "cuda", quantization="q4")
+        plain = load_model(folder, dtype, "cuda")
+        for name, weight in ours.weights.items():
+            if isinstance(weight, Q4Weight):
+                plain.weights[name].copy_(weight.dequantize(dtype))
+        ids = torch.tensor([[5, 80, 17, 17, 3]], device="cuda")
+        with torch.no_grad():
+            ours, theirs = ours(ids).float(), plain(ids).float()
+        bound = 1e-4 if dtype == torch.float32 else 0.03
+        assert (ours - theirs).norm() < bound * theirs.norm()
+    assert calls
+    assert set(calls) == {5}

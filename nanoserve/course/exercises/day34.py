@@ -178,7 +178,8 @@ CONFIG = replace(TINY, context=40)
 
 
 def _angles_of(answer: type, seq: int, held: int | None, positions: list[int]) -> torch.Tensor:
-    model = answer(replace(CONFIG, num_layers=0), {"lm_head.weight": torch.zeros(1)})
+    names = ("lm_head.weight", "model.embed_tokens.weight", "model.norm.weight")
+    model = answer(replace(CONFIG, num_layers=0), dict.fromkeys(names, torch.zeros(1)))
     cache = None if held is None else SimpleNamespace(seq_len=held)
     if positions:
         tables = SimpleNamespace(max_kv_len=max(positions) + 1)

@@ -1,13 +1,11 @@
 """The options of a run, the programs that run side by side, and the errors of a kernel."""
 
 import linecache
-import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -35,18 +33,11 @@ class Options:
     seed: int = 0
     wave: int = 1024
     replay: bool = False
-    trace: Any = None
+    trace: object = None
 
     def __post_init__(self) -> None:
         if self.order not in ("lockstep", "serial") or self.wave < 1:
-            rule = 'order must be "lockstep" or "serial", and wave must be at least 1'
-            raise ValueError(f"{rule}: got {self.order!r} and {self.wave}")
-
-    @property
-    def replays(self) -> bool:
-        """Whether launches are recorded and replayed."""
-        watched = self.checks or self.poison or self.trace is not None
-        return self.replay and self.order == "lockstep" and not watched
+            raise ValueError(f"order must be lockstep or serial, wave at least 1: got {self}")
 
 
 @dataclass
@@ -58,6 +49,7 @@ class Wave:
     options: Options
     accessed: dict  # of the sanitizer: who has accessed what, for all waves of a launch
     active: torch.Tensor | None = None  # broadcasts to [x, y, z]: programs that run; None: all
+    at: tuple[str, int] = ("no kernel", 0)  # file and line of the statement that runs
 
     @property
     def programs(self) -> torch.Tensor:
@@ -71,13 +63,10 @@ class Wave:
         return self.options.checks and self.active is not None and not self.active.any()
 
 
-_options: ContextVar[Options] = ContextVar("options")
+DEFAULTS = Options()
+_options: ContextVar[Options] = ContextVar("options", default=DEFAULTS)
 _wave: ContextVar[Wave] = ContextVar("wave")
-
-
-def options_now() -> Options:
-    """The options that hold now."""
-    return _options.get(None) or Options()
+options_now = _options.get  # the options that hold now
 
 
 @contextmanager
@@ -98,50 +87,54 @@ def current() -> Wave:
 
 
 @contextmanager
-def off() -> Iterator[None]:
-    """Run code of a kernel with all programs off: it computes, and neither loads nor stores."""
-    wave, outer = current(), current().active
-    wave.active = torch.zeros(1, 1, 1, dtype=torch.bool, device=wave.ids[0].device)
-    yield
-    wave.active = outer
-
-
-@contextmanager
 def running(wave: Wave) -> Iterator[None]:
-    """Run a kernel for a wave. An error of Python or torch becomes one with the kernel's line."""
+    """Run a kernel's code for a wave. An error of Python or torch gets the kernel's line."""
     token = _wave.set(wave)
     try:
         yield
     except KernelError:
         raise
     except Exception as error:
-        name = "" if isinstance(error, RuntimeError) else f"{type(error).__name__}: "
-        raise fault(f"{name}{error}", error=error) from error
+        raise fault(f"{type(error).__name__}: {error}") from error
     finally:
         _wave.reset(token)
 
 
-def kernel_line(error: Exception | None = None) -> tuple[str, int]:
-    """File and line of the statement that runs, in the innermost kernel."""
-    inward = list(traceback.walk_tb(error.__traceback__)) if error else []
-    for frame, _ in inward[::-1] or traceback.walk_stack(None):
-        if "statement" in frame.f_locals and frame.f_code.co_name == "block":  # of source.Run
-            return frame.f_locals["self"].file, frame.f_locals["statement"].lineno
-    return "no kernel", 0
+def off() -> AbstractContextManager:
+    """Run code of a kernel with all programs off: it computes, and neither loads nor stores."""
+    nobody = torch.zeros(1, 1, 1, dtype=torch.bool, device=current().ids[0].device)
+    return running(replace(current(), active=nobody))
 
 
-def source_name(file: str) -> str:
-    """A file's name for messages; "cell" for a cell of a notebook."""
-    return "cell" if "ipykernel" in file or file.startswith("<") else Path(file).name
+def waves(grid: tuple[int, int, int], device, at: tuple[str, int]) -> Iterator[Wave]:
+    """The waves of a launch: as many programs as there is room for. In serial order it is one."""
+    options, accessed, parts = options_now(), {}, [()]
+    serial = options.order == "serial"
+    room = 1 if serial else options.wave
+    for axis, n in enumerate(grid):
+        ids = torch.arange(n, dtype=torch.int32, device=device)
+        cuts = ids.view([-1 if i == axis else 1 for i in range(3)]).split(min(n, room) or 1, axis)
+        parts = [(*part, cut) for part in parts for cut in cuts if n]
+        room = max(1, room // max(1, n))
+    shuffled = torch.Generator().manual_seed(options.seed)
+    for i in torch.randperm(len(parts), generator=shuffled) if serial else range(len(parts)):
+        yield Wave(grid, parts[i], options, accessed, at=at)
 
 
-def fault(what: str, program: int | None = None, lane: tuple = (), error=None) -> KernelError:
-    """A KernelError that names the kernel's line and, if given, a program and a lane."""
-    file, line = kernel_line(error)
-    where = f"{source_name(file)}, line {line}"
-    if program is not None:
-        x, y, z = current().grid
-        place = (program % x, program // x % y, program // (x * y))
-        where += f", program {place[: 3 if z > 1 else 2 if y > 1 else 1]}"
-    where += f", lane {list(lane)}" if lane else ""
+def fault(what: str, first: tuple[int, ...] = (), at=None) -> KernelError:
+    """A KernelError that names the kernel's line and, if `first` is the index of a lane in
+    [x, y, z, *shape], the program and the lane."""
+    file, line = at or current().at
+    name = "cell" if "ipykernel" in file or file.startswith("<") else Path(file).name
+    where = f"{name}, line {line}"
+    if first:
+        place = tuple(int(ids.flatten()[i]) for ids, i in zip(current().ids, first, strict=False))
+        axes = max([1, *(axis + 1 for axis, n in enumerate(current().grid) if n > 1)])
+        where += f", program {place[:axes]}" + f", lane {list(first[3:])}" * (len(first) > 3)
     return KernelError(f"{where}: {what}\n    {linecache.getline(file, line).strip()}".rstrip())
+
+
+def refuse(wrong: bool, what: str) -> None:
+    """Raise KernelError if a rule is broken."""
+    if wrong:
+        raise fault(what)

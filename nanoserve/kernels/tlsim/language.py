@@ -1,18 +1,15 @@
 """triton.language in torch: tlsim binds a kernel's `tl` to this module."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import torch
 
-from nanoserve.kernels.tlsim.grid import current, fault
-from nanoserve.kernels.tlsim.loops import Range
-from nanoserve.kernels.tlsim.memory import load as load
-from nanoserve.kernels.tlsim.memory import store as store
-from nanoserve.kernels.tlsim.rules import block_shape, broadcasts, dot_operands, wide
-from nanoserve.kernels.tlsim.values import Value, aligned, as_value, combine, paired
+from nanoserve.kernels.tlsim.grid import current, refuse
+from nanoserve.kernels.tlsim.memory import load, store
+from nanoserve.kernels.tlsim.rules import block_shape, dot_operands, torch_axis, wide
+from nanoserve.kernels.tlsim.values import Value, aligned, as_value, combine, fitting, paired
 
 int1, int8, int16, int32, int64 = torch.bool, torch.int8, torch.int16, torch.int32, torch.int64
 uint8, float16, bfloat16 = torch.uint8, torch.float16, torch.bfloat16
@@ -37,13 +34,11 @@ def num_programs(axis: int) -> Value:
 
 def arange(start: int, end: int) -> Value:
     """start, start + 1, ... end - 1: an int32 block whose length is a power of two."""
-    if not (isinstance(start, int) and isinstance(end, int)):
-        raise fault("the bounds of tl.arange must be tl.constexpr, known at compile time")
     (length,) = block_shape(end - start)
     return Value(as_value(start).data[..., None], width=length)
 
 
-def full(shape: tuple[int, ...], value: Any, dtype: torch.dtype) -> Value:
+def full(shape: tuple[int, ...], value, dtype: torch.dtype) -> Value:
     """A block with `value` in every lane."""
     return broadcast_to(as_value(value).to(dtype), shape)
 
@@ -53,49 +48,37 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Value:
     return full(shape, 0, dtype)
 
 
-def broadcast_to(x: Any, shape: tuple[int, ...]) -> Value:
+def broadcast_to(x, shape: tuple[int, ...]) -> Value:
     """The same lanes repeated along axes of size 1."""
-    shape, x = block_shape(*shape), as_value(x)
-    if not broadcasts(x.shape, shape):
-        raise fault(f"a block of shape {list(x.shape)} does not broadcast to {list(shape)}")
-    (data,) = aligned(x.lanes, rank=len(shape))
-    return Value(data.expand(-1, -1, -1, *shape), x.buffer)
+    x, shape = as_value(x), block_shape(*shape)
+    return Value(fitting(x, shape).expand(-1, -1, -1, *shape), x.buffer)
 
 
 # ---- reductions and the matrix product
 
 
-def reduce_sum(x: Value, axis: int | None = None, keep_dims: bool = False) -> Value:
-    """The sum over an axis, or over all axes; short integers are summed in 32 bits."""
-    dtype = x.dtype if x.dtype.is_floating_point else wide(x.dtype)
-    return _reduce(partial(torch.sum, dtype=dtype), x, axis, keep_dims)
-
-
-def reduce_max(x: Value, axis: int | None = None, keep_dims: bool = False) -> Value:
-    """The largest lane along an axis, or of all lanes, in 32 bits at least.
-
-    The result is NaN if a lane is NaN. A GPU ignores NaN lanes instead.
+def _reduction(op: Callable, sums: bool = False) -> Callable[..., Value]:
+    """A reduction over one axis, or over all. It is done in 32 bits at least, but halves are summed
+    as they are. The largest and the smallest lane are NaN if a lane is; a GPU ignores it instead.
     """
-    return _reduce(torch.amax, x.to(wide(x.dtype)), axis, keep_dims)
+
+    def reduce(x: Value, axis: int | None = None, keep_dims: bool = False) -> Value:
+        rank, dtype = len(x.shape), x.dtype
+        axes = [torch_axis(i, rank) for i in (range(max(rank, 1)) if axis is None else [axis])]
+        dtype = dtype if sums and dtype.is_floating_point else wide(dtype)
+        return Value(op(x.to(dtype).lanes, axes, keep_dims).to(dtype))
+
+    return reduce
 
 
-def reduce_min(x: Value, axis: int | None = None, keep_dims: bool = False) -> Value:
-    """The smallest lane along an axis, or of all lanes; dtype and NaN as for reduce_max."""
-    return _reduce(torch.amin, x.to(wide(x.dtype)), axis, keep_dims)
+reduce_sum = _reduction(torch.sum, sums=True)
+reduce_max, reduce_min = _reduction(torch.amax), _reduction(torch.amin)
 
 
 def cumsum(x: Value, axis: int = 0) -> Value:
     """The sums of the lanes up to each lane, along an axis."""
     dtype = x.dtype if x.dtype.is_floating_point else wide(x.dtype)
-    return Value(x.lanes.cumsum(3 + axis % len(x.shape), dtype=dtype))
-
-
-def _reduce(op: Callable, x: Value, axis: int | None, keep_dims: bool) -> Value:
-    rank = len(x.shape)
-    if not rank or not (axis is None or -rank <= axis < rank):
-        raise fault(f"a block of shape {list(x.shape)} has no axis {axis}")
-    axes = [3 + i for i in (range(rank) if axis is None else (axis % rank,))]
-    return Value(op(x.lanes, dim=axes, keepdim=keep_dims))
+    return Value(x.lanes.cumsum(torch_axis(axis, len(x.shape)), dtype=dtype))
 
 
 def dot(a: Value, b: Value, acc: Value | None = None, *, out_dtype=torch.float32, **_) -> Value:
@@ -110,72 +93,87 @@ def dot(a: Value, b: Value, acc: Value | None = None, *, out_dtype=torch.float32
     return out if acc is None else out + acc
 
 
+# ---- loops whose bounds differ by program
+
+
+class Range:
+    """tl.range, and range in a kernel. A bound is a number, or a value that differs by program."""
+
+    def __init__(self, start, stop=None, step=1, **_) -> None:
+        start, stop = (0, start) if stop is None else (start, stop)
+        start, self.stop = paired(start, as_value(stop))
+        self.start, self.step = paired(start, as_value(step))
+        wrong = any(x.shape or x.dtype.is_floating_point for x in (start, self.stop, self.step))
+        refuse(wrong, "the bounds of a loop must be integers, not blocks or fractions")
+        known = (isinstance(step, int) and step < 0) or bool((self.step.data > 0).all())
+        refuse(not known, "the step of a loop must be above 0, or a negative constant")
+
+    def __iter__(self) -> Iterator[Value]:
+        """The index in each turn. In a turn, the programs that have finished are not active. With
+        checks, a loop without a turn has one, with all programs off."""
+        wave, outer = current(), current().active
+        # the distance, divided by the step and rounded up
+        turns = -torch.div(self.start.data - self.stop.data, self.step.data, rounding_mode="floor")
+        turns = turns if outer is None else torch.where(outer, turns, 0)
+        longest = int(turns.max())
+        alike = turns.numel() == 1 or bool((turns == longest).all())
+        for turn in range(max(longest, wave.options.checks)):
+            wave.active = outer if alike and longest > 0 else turns > turn
+            yield self.start + self.step * turn
+        wave.active = outer
+
+
+def kept(name: str, old, new):
+    """What a variable holds after code that only some programs run: the new value in the active
+    programs, and the old one in the others. Its shape and dtype must be the same."""
+    if new is old or not isinstance(old, Value) or not isinstance(new, Value):
+        return new
+    was, now = (f"{list(x.shape)} {x.dtype}" for x in (old, new))
+    refuse(was != now, f"{name} is {was} before and {now} after: shape and dtype must stay")
+    if (active := current().active) is None:
+        return new
+    width = new.width if old.width == new.width else 1  # rows stay rows
+    data = aligned(active, *(x.data if width > 1 else x.lanes for x in (new, old)))
+    return Value(torch.where(*data), new.buffer, width)
+
+
 # ---- functions of each lane, and changes of shape
 
 
-def where(condition: Any, x: Any, y: Any) -> Value:
+def where(condition, x, y) -> Value:
     """x where the condition is true, else y. Both are always computed."""
     return combine(torch.where, as_value(condition).to(torch.bool), *paired(x, y))
 
 
-def maximum(x: Any, y: Any) -> Value:
-    """The larger of x and y; if one is NaN, the other."""
-    return _elementwise(torch.fmax, x, y)
-
-
-def minimum(x: Any, y: Any) -> Value:
-    """The smaller of x and y; if one is NaN, the other."""
-    return _elementwise(torch.fmin, x, y)
-
-
-def _elementwise(op: Callable, *operands: Any) -> Value:
-    x, y = (as_value(x) for x in operands)
-    short = (x.to(wide(x.dtype)) if x.dtype == bfloat16 else x for x in (x, y))
+def _extreme(op: Callable, x, y) -> Value:
+    """The larger or the smaller of x and y, lane by lane; if one is NaN, the other."""
+    x, y = as_value(x), as_value(y)
+    short = (x.to(float32) if x.dtype == bfloat16 else x for x in (x, y))
     return combine(op, *paired(*short))
 
 
-def absolute(x: Any) -> Value:
-    """The absolute value."""
-    return combine(torch.abs, as_value(x))
+maximum, minimum = partial(_extreme, torch.fmax), partial(_extreme, torch.fmin)
 
 
-def _function(op: Callable[[torch.Tensor], torch.Tensor], what: str) -> Callable[[Any], Value]:
-    """A function of each lane that Triton defines for float32 and float64 only."""
-
-    def apply(x: Any) -> Value:
-        if (x := as_value(x)).dtype not in (torch.float32, torch.float64):
-            raise fault(f"{what} is for float32 and float64, not {x.dtype}: cast with .to first")
-        return combine(op, x)
-
-    apply.__doc__ = f"{what}, lane by lane."
-    return apply
+def _function(name: str, x) -> Value:
+    """torch's function of this name, lane by lane. All but abs are for float32 and float64 only."""
+    x = as_value(x)
+    short = name != "abs" and x.dtype not in (float32, float64)
+    refuse(short, f"tl.{name} is for float32 and float64, not {x.dtype}: cast with .to first")
+    return combine(getattr(torch, name), x)
 
 
-exp, exp2 = _function(torch.exp, "e to the power x"), _function(torch.exp2, "2 to the power x")
-log, log2 = _function(torch.log, "the natural logarithm"), _function(torch.log2, "log to base 2")
-sqrt, rsqrt = _function(torch.sqrt, "the square root"), _function(torch.rsqrt, "1 / sqrt(x)")
-floor, ceil = _function(torch.floor, "rounding down"), _function(torch.ceil, "rounding up")
-sigmoid = _function(torch.sigmoid, "1 / (1 + exp(-x))")
+FUNCTIONS = ("abs", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "floor", "ceil", "sigmoid")
 
 
-def cdiv(x: Any, y: Any) -> Any:
+def cdiv(x, y):
     """x / y, rounded up, for positive integers."""
     return (x + y - 1) // y
 
 
 def reshape(x: Value, shape: tuple[int, ...]) -> Value:
     """The same lanes, in row-major order, in another shape."""
-    shape = block_shape(*shape)
-    if torch.Size(shape).numel() != torch.Size(x.shape).numel():
-        raise fault(f"cannot reshape {list(x.shape)} to {list(shape)}: the numbers of lanes differ")
-    return Value(x.lanes.reshape(*x.data.shape[:3], *shape), x.buffer)
-
-
-def expand_dims(x: Value, axis: int) -> Value:
-    """x with a new axis of size 1."""
-    index = [slice(None)] * len(x.shape)
-    index.insert(axis % (len(x.shape) + 1), None)
-    return x[tuple(index)]
+    return Value(x.lanes.reshape(*x.data.shape[:3], *block_shape(*shape)), x.buffer)
 
 
 def trans(x: Value) -> Value:
@@ -185,35 +183,27 @@ def trans(x: Value) -> Value:
 
 # ---- what is left of the language
 
+atomic_add = partial(store, adds=True)  # several lanes or programs may add to one address
+expand_dims = Value.expand_dims
+
 
 class constexpr:
     """A value known at compile time: annotates a parameter, or wraps a global."""
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value) -> None:
         self.value = value
 
 
-def atomic_add(pointer: Value, value: Any, mask: Any = None, **_) -> None:
-    """tl.atomic_add: add to memory. Several lanes or programs may add to one address."""
-    store(pointer, value, mask, adds=True)
-
-
-def static_assert(condition: bool, message: str = "") -> None:
+def static_assert(condition: bool, message: str = "tl.static_assert is false") -> None:
     """Raise KernelError if a condition on constants is false."""
-    if not condition:
-        raise fault(message or "tl.static_assert: the condition is false")
+    refuse(not condition, message)
 
 
-HIDDEN = {  # under Triton's names, these would hide functions of Python in this file
-    "sum": reduce_sum,
-    "max": reduce_max,
-    "min": reduce_min,
-    "abs": absolute,
-    "range": Range,
-}
+HIDDEN = {name: partial(_function, name) for name in FUNCTIONS}  # Triton's names that are hidden
+HIDDEN |= {"sum": reduce_sum, "max": reduce_max, "min": reduce_min, "range": Range}
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str):
     if name in HIDDEN:
         return HIDDEN[name]
     raise AttributeError(f"tlsim has no tl.{name}: it has the part of Triton that the course uses")

@@ -1,15 +1,16 @@
 """Record the torch calls of a launch, and replay them with other arguments: a CUDA graph for tlsim.
 
 A recording is two flat Python functions of torch calls. `prepare` has the calls that depend only on
-numbers and on tensors of integers, as a block table is: their results are used again until those
-arguments change. `replay` has the others. Calls that depend on no argument are done once, when the
-launch is recorded. Where the kernel reads a number on the host (the turns of a loop, a condition),
-the recording holds only for the same number; for another number the launch is recorded again. So
-a launch that must read a number after its first store is never replayed.
+numbers and on tensors of integers, as a block table is. `replay` has the others. A launch with
+replay=True runs both. A Graph keeps the results of `prepare` and runs `replay` alone. Calls that
+depend on no argument are done once, when the launch is recorded. Where the kernel reads a number on
+the host (the turns of a loop, a condition), the recording holds only for the same number; for
+another number the launch is recorded again. So a launch that must read a number after its first
+store is never replayed.
 """
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -77,7 +78,7 @@ class Recording:
     """The torch calls of a launch as two functions of its arguments."""
 
     def __init__(self, recorder: Recorder, inputs: list[str], settled: set[str]) -> None:
-        early, late, self.state = [], [], None
+        early, late = [], []
         for result, _, used, _ in recorder.steps:
             settled -= used if result in recorder.stored else set()  # the memory of an argument
         for step in recorder.steps:
@@ -88,21 +89,47 @@ class Recording:
         self.works = effects == sorted(effects, reverse=True)  # every test is before every store
         later = {name for _, _, used, _ in late for name in used}
         kept = [result for result, *_ in early if result in later]
+        self.inputs = [name for name in inputs if name in later]
         self.source = _function("prepare", inputs, early, kept)
-        self.source += _function("replay", inputs + kept, late, [])
+        self.source += _function("replay", self.inputs + kept, late, [])
         exec(self.source, recorder.space)
         self.prepare, self.replay = recorder.space["prepare"], recorder.space["replay"]
 
-    def runs(self, inputs: list[Any], state: list[Any], tables: list[torch.Tensor]) -> bool:
-        """Replay the launch. False, before any store, if the recording does not hold for it. The
-        state is what `prepare` depends on: numbers, and the identity and version of tables."""
-        if self.state != state:
-            self.state, self.tables, self.kept = state, tables, self.prepare(*inputs)
-        return self.kept is not None and self.replay(*inputs, *self.kept) is not None
+    def prepared(self, inputs: dict[str, Any]) -> Callable | None:
+        """The launch as a function of self.inputs; None if the recording does not hold for it. The
+        function returns None, before any store, if the recording does not hold for its inputs."""
+        kept = self.prepare(**inputs)
+        return None if kept is None else partial(self.replay, **kept)
+
+
+class Graph:
+    """A launch to repeat with other tensors, for a launcher that repeats a launch many times.
+
+    tlsim.options(checks=False, replay=graph) captures a launch. `names` are the arguments that
+    replay() replaces. It does not look at the tensors: the caller makes sure that they have the
+    dtypes, devices and strides of the first ones, and that no tensor of integers has changed.
+    """
+
+    def __init__(self, *names: str) -> None:
+        self.names, self.run = names, None
+
+    def replay(self, *tensors: torch.Tensor) -> bool:
+        """Repeat the launch. False, before any store, if there is none that holds for the tensors,
+        or if the options that hold now watch each access: then launch the kernel instead."""
+        now = options_now()
+        watched = now.order != "lockstep" or now.poison or now.trace is not None
+        if self.run is None or watched:
+            return False
+        given = dict(zip(self.names, tensors, strict=True))
+        if not torch.is_grad_enabled():
+            return self.run(**given) is not None
+        with torch.no_grad():
+            return self.run(**given) is not None
 
 
 def _function(name: str, inputs: list[str], steps: list, returned: list[str]) -> str:
-    lines, needed = [f"    return [{', '.join(returned)}]"], {*inputs, *returned}
+    result = ", ".join(f"{name!r}: {name}" for name in returned)
+    lines, needed = [f"    return {{{result}}}"], {*inputs, *returned}
     for result, line, used, _ in reversed(steps):
         if result in needed or not result:  # else nothing uses the result
             lines.append("; del ".join([f"    {line}", *sorted(used - needed)]))
@@ -119,20 +146,15 @@ class Recordings:
         self.kernel, self.known = kernel, lru_cache(KINDS)(lambda *_: SimpleNamespace(first=None))
 
     def launch(self, grid: tuple[int, int, int], given: dict[str, Any]) -> None:
-        """Replay a recording, or record the launch if none holds. Tensors made in inference mode
-        count no changes in place, so launches with them are not recorded."""
-        uses, inputs, numbers, tables, state = self.kernel.source.globals(), {}, {}, {}, []
+        """Replay a recording, or record the launch if none holds."""
+        uses, inputs, numbers, tables = self.kernel.source.globals(), {}, {}, set()
+        graph = options_now().replay  # True: the launch stands alone
         kind, device = [grid, options_now().wave, *map(id, uses.values())], None
         for name, x in given.items():
             if isinstance(x, torch.Tensor):
-                if x.is_inference():
-                    self.kernel.run(grid, given)
-                    return
                 inputs[name], device = x, x.device
                 kind += (x.dtype, device)
-                if not x.dtype.is_floating_point:
-                    tables[name] = x
-                    state += (id(x), x._version)
+                tables |= set() if x.dtype.is_floating_point else {name}
             elif type(x) in (int, float) and x != 1 and name not in self.kernel.constants:
                 numbers[name] = x
                 wide = type(x) is int and not -(2**31) <= x < 2**31
@@ -150,13 +172,16 @@ class Recordings:
         for name in sorted(known.varying):  # a set has no order of its own
             dtype = number_dtype(numbers[name], None)
             inputs[name] = torch.full((1, 1, 1), numbers[name], dtype=dtype, device=device)
-            state.append(repr(numbers[name]))
         for i, recording in enumerate(known.found):
-            if recording.runs(inputs.values(), state, tables):
-                known.found.insert(0, known.found.pop(i))
-                return
+            run, rest = recording.prepared(inputs), {x: inputs[x] for x in recording.inputs}
+            if run is None or run(**rest) is None:
+                continue
+            known.found.insert(0, known.found.pop(i))
+            if isinstance(graph, Graph):
+                graph.run = partial(run, **{x: rest[x] for x in rest if x not in graph.names})
+            return
         with Recorder(inputs) as recorder:
             self.kernel.run(grid, given, {name: inputs[name] for name in known.varying})
-        recording = Recording(recorder, [*inputs], known.varying | {*tables})
+        recording = Recording(recorder, [*inputs], known.varying | tables)
         if recording.works:
             known.found[:] = [recording, *known.found][:RECORDINGS]

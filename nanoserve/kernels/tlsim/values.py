@@ -3,12 +3,11 @@
 import operator
 from collections import namedtuple
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from nanoserve.kernels.tlsim import rules
-from nanoserve.kernels.tlsim.grid import current, fault
+from nanoserve.kernels.tlsim.grid import current, fault, refuse
 from nanoserve.kernels.tlsim.replay import one_step
 
 # ---- pointers
@@ -31,7 +30,7 @@ def pointer(name: str, flat: torch.Tensor) -> "Value":
     return Value(torch.zeros(1, 1, 1, dtype=torch.int64, device=flat.device), Buffer(name, flat))
 
 
-def add(a: Any, b: Any) -> "Value":
+def add(a, b) -> "Value":
     """a + b. A pointer moves by integers. A row stays a row if all its lanes move alike."""
     a, b = paired(a, b)
     buffer = rules.moved_buffer(a, b)
@@ -47,15 +46,14 @@ def add(a: Any, b: Any) -> "Value":
 def _operator(op: Callable, divides: bool = False) -> tuple[Callable, Callable]:
     """The methods for `value op other` and for `number op value`."""
 
-    def forward(a: Any, b: Any) -> "Value":
+    def forward(a, b) -> "Value":
         return combine(op, *paired(a, b, divides))
 
     return forward, lambda a, b: forward(b, a)
 
 
 def _quotient(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    if a.is_floating_point():
-        raise fault("// is for integers: use / and tl.floor")
+    refuse(a.is_floating_point(), "// is for integers: use / and tl.floor")
     return torch.div(a, b, rounding_mode="trunc")  # towards 0, as in C: -7 // 2 is -3
 
 
@@ -68,20 +66,12 @@ class Value:
     the first lane of `width`; each other lane is one more than the lane before it.
     """
 
-    __slots__ = ("buffer", "data", "width")
+    T = property(lambda self: Value(self.lanes.transpose(-2, -1), self.buffer))
 
     def __init__(self, data: torch.Tensor, buffer: Buffer | None = None, width: int = 1) -> None:
         self.data, self.buffer, self.width = data, buffer, width
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The block's shape; () for a number."""
-        shape = tuple(self.data.shape[3:])
-        return shape if self.width == 1 else (*shape[:-1], self.width)
-
-    @property
-    def dtype(self) -> torch.dtype | PointerType:
-        return PointerType(self.buffer.flat.dtype) if self.buffer else self.data.dtype
+        self.dtype = PointerType(buffer.flat.dtype) if buffer else data.dtype
+        self.shape = (*data.shape[3:-1], width) if width > 1 else tuple(data.shape[3:])
 
     @property
     def lanes(self) -> torch.Tensor:
@@ -90,30 +80,26 @@ class Value:
             return self.data
         return self.data + torch.arange(self.width, dtype=self.data.dtype, device=self.data.device)
 
-    @property
-    def T(self) -> "Value":
-        return Value(self.lanes.transpose(-2, -1), self.buffer)
+    def to(self, dtype: torch.dtype, bitcast: bool = False) -> "Value":
+        """The same numbers in another dtype; with bitcast, the same bits."""
+        width = self.width if dtype in (self.dtype, torch.int64) else 1  # which hold every lane
+        data = self.data if width > 1 else rules.number(self).lanes
+        return Value((rules.bitcast if bitcast else torch.Tensor.to)(data, dtype), None, width)
 
-    def to(self, dtype: torch.dtype) -> "Value":
-        """The same numbers in another dtype."""
-        if self.buffer:
-            raise fault(f"a pointer into {self.buffer.name} cannot be cast")
-        stays = dtype in (self.dtype, torch.int64)  # which can hold every lane of a row
-        return Value((self.data if stays else self.lanes).to(dtype), None, self.width**stays)
+    def expand_dims(self, axis: int) -> "Value":
+        """The same lanes, with a new axis of size 1."""
+        axis = rules.torch_axis(axis, len(self.shape) + 1) if self.shape else 3
+        stands = axis == self.data.dim()  # a row that stands up has one lane in each row
+        data = (self.lanes if stands else self.data).unsqueeze(axis)
+        return Value(data, self.buffer, 1 if stands else self.width)
 
-    def __getitem__(self, index: Any) -> "Value":
+    def __getitem__(self, index) -> "Value":
         """x[:, None] and the like: None is a new axis of size 1. Triton has no other index."""
         out = self
         for axis, i in enumerate(index if isinstance(index, tuple) else (index,)):
-            rank = len(out.shape)
-            if i is None and (axis <= rank or rank == 0):
-                stands = axis >= rank  # a row that stands up has one lane in each row
-                data = (out.lanes if stands else out.data).unsqueeze(3 + min(axis, rank))
-                out = Value(data, self.buffer, 1 if stands else out.width)
-            elif not isinstance(i, slice) or i != slice(None):
-                raise fault(
-                    f"a block of shape {list(self.shape)} can be indexed only by None and :"
-                )
+            known = i is None or i == slice(None)
+            refuse(not known, "a block can be indexed only by None and :")
+            out = out.expand_dims(axis) if i is None else out
         return out
 
     def __index__(self) -> int:
@@ -129,7 +115,7 @@ class Value:
     def __invert__(self) -> "Value":
         return combine(operator.invert, self)
 
-    def __sub__(self, other: Any) -> "Value":
+    def __sub__(self, other) -> "Value":
         moves = self.buffer or self.width > 1
         return add(self, -other) if moves else combine(operator.sub, *paired(self, other))
 
@@ -150,16 +136,16 @@ class Value:
     __le__, __ge__ = _operator(operator.le)
 
 
-def as_value(x: Any, beside: Any = None) -> Value:
+def as_value(x, beside=None, device: torch.device | None = None) -> Value:
     """A number as a Value, in the dtype that it has beside another operand."""
     if isinstance(x, Value):
         return x
     near = beside.dtype if isinstance(beside, Value) and not beside.buffer else None
-    dtype, device = rules.number_dtype(x, near), current().ids[0].device
+    dtype, device = rules.number_dtype(x, near), device or current().ids[0].device
     return Value(torch.tensor([[[x]]], dtype=dtype, device=device))
 
 
-def paired(a: Any, b: Any, divides: bool = False) -> tuple[Value, Value]:
+def paired(a, b, divides: bool = False) -> tuple[Value, Value]:
     """Two operands in the dtype in which they meet."""
     a, b = as_value(a, b), as_value(b, a)
     if a.buffer or b.buffer or (a.dtype == b.dtype and not divides):
@@ -172,6 +158,14 @@ def combine(op: Callable, *values: Value) -> Value:
     """op on every lane of every program, with the shapes broadcast."""
     rules.joint_shape(*(rules.number(x).shape for x in values))
     return Value(op(*aligned(*(x.lanes for x in values))))
+
+
+def fitting(x, shape: tuple[int, ...]) -> torch.Tensor:
+    """x's lanes, in a shape that broadcasts to this shape of a block."""
+    x = as_value(x)
+    larger = rules.joint_shape(x.shape, shape) != shape
+    refuse(larger, f"a block of shape {list(x.shape)} does not broadcast to {list(shape)}")
+    return aligned(x.lanes, rank=len(shape))[0]
 
 
 def aligned(*tensors: torch.Tensor, rank: int = 0) -> list[torch.Tensor]:
