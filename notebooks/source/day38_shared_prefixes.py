@@ -641,10 +641,10 @@ print(f"31 together: {together * 1e3:.0f} ms for {tokens} tokens, {together / co
 print(f"that is {together / 31 * 1e3:.0f} ms for each of the 31")
 
 # %% [markdown]
-# Read the second percentage with care. It is no longer one question: the step computes all 31 questions, and each of
-# their tokens attends to a thousand keys. The keys are stored once, but the kernel of Week 7 reads them for every
-# sequence again. (Kernels that read a shared prefix once for all sequences exist: cascade attention, Hydragen.) Without
-# sharing, the step would have had 31,000 tokens.
+# Read the percentage with care. The step computes 31 questions, not one, and each of their tokens attends to a thousand
+# keys. The keys are stored once. But the kernel of Week 7 reads them again for every sequence. (Kernels that read a
+# shared prefix once for all sequences exist: cascade attention in FlashInfer, Hydragen.) And 8 tokens of the system
+# prompt fill no block, so all 31 compute them. Without sharing, the step would have had about 31,000 tokens.
 #
 # ## Measure it: the blocks
 #

@@ -107,15 +107,6 @@ def _xor(before, tokens):
     return before ^ hash(tuple(tokens))
 
 
-@wrong(
-    "Addition has no order, so blocks may change places. Put `before` into the tuple that is "
-    "hashed.",
-    hints="chain",
-)
-def _added(before, tokens):
-    return hash(before + hash(tuple(tokens)))
-
-
 @wrong("Only the first token counts here. All tokens of the block belong into the hash.")
 def _first_token(before, tokens):
     return hash((before, tokens[0]))
@@ -176,7 +167,7 @@ CHAINED_HASH = Exercise(
     },
     target="nanoserve.cache:chained_hash",
     wrong=(
-        _own_tokens, _sum, _sorted, _as_set, _xor, _added, _first_token, _last_token, _identity,
+        _own_tokens, _sum, _sorted, _as_set, _xor, _first_token, _last_token, _identity,
         _unhashable, _no_hash,
     ),
 )  # fmt: skip
