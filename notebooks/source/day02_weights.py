@@ -1004,6 +1004,17 @@ assert len(equal) == len(theirs) == 273
 # same GGUF. Two other checks cover the conversion: the `gguf` package gave the same numbers above,
 # and the repository's tests compare all tensors with transformers' own reader of GGUF.
 #
+# The package's own `load_weights` has more to do from Day 32 on. It still reads the same values:
+
+# %%
+from nanoserve import weights as package
+
+packaged = package.load_weights(path, config)
+assert all(torch.equal(packaged[name], weights[name]) for name in weights)
+print(len(packaged), "tensors, equal to those above")
+del packaged
+
+# %% [markdown]
 # The file has 272 tensors and the dictionary 273. The additional tensor is `lm_head.weight`, which
 # scores the next token. It is **tied**: a second name for the embedding, in the same memory.
 

@@ -31,8 +31,8 @@ FAULTS = [
     Fault(
         "q and k left in the file's order",
         "nanoserve/weights.py",
-        'return unpermute(values, heads) if heads and config.family == "llama" else values',
-        "return values",
+        "return unpermute(dequantize(tensor), heads) if heads else dequantize(tensor)",
+        "return dequantize(tensor)",
         "day02_weights.ipynb",
     ),
     Fault(
@@ -54,6 +54,13 @@ FAULTS = [
         "nanoserve/cache.py",
         "self._step_slots = self._slots[:end]",
         "self._step_slots = self._slots[: end - 1]",
+        "day26_runner.ipynb",
+    ),
+    Fault(
+        "the newest token left out of the batch",
+        "nanoserve/cache.py",
+        "kv_lens=torch.tensor(self._ends,",
+        "kv_lens=torch.tensor([end - 1 for end in self._ends],",
         "day00_start_here.ipynb",
     ),
     Fault(
@@ -86,16 +93,16 @@ FAULTS = [
     ),
     Fault(
         "one token too many",
-        "nanoserve/generate.py",
-        "range(min(params.max_tokens,",
-        "range(min(params.max_tokens + 1,",
+        "nanoserve/engine/engine.py",
+        "limit = min(params.max_tokens,",
+        "limit = min(params.max_tokens + 1,",
         "day00_start_here.ipynb",
     ),
     Fault(
         "the first position's logits",
-        "nanoserve/generate.py",
-        "model.head(hidden[0, -1])",
-        "model.head(hidden[0, 0])",
+        "nanoserve/engine/engine.py",
+        "[end - 1 for end in accumulate(query_lens)]",
+        "[0 for end in accumulate(query_lens)]",
         "day00_start_here.ipynb",
     ),
 ]
