@@ -1193,6 +1193,8 @@ assert abs(close) < 0.01 < far
 # ## Three answers, side by side
 
 # %%
+from textwrap import fill
+
 from nanoserve import LLM, SamplingParams
 
 questions = (
@@ -1205,7 +1207,8 @@ for question in questions:
     print(question)
     for name, llm in llms.items():
         answer = llm.chat([{"role": "user", "content": question}], SamplingParams(max_tokens=40))
-        print(f"  {name:8}", " ".join(answer.text.split()))
+        margin = {"initial_indent": f"  {name:8} ", "subsequent_indent": " " * 11}
+        print(fill(" ".join(answer.text.split()), 88, **margin))
 
 # %% [markdown]
 # Where the two differ, one token was nearly as likely as another, and a small error changed the order. From there on the
