@@ -486,10 +486,10 @@ for count in (1, 3, 7, 15):
 # not random. It depends on who else was in the batch.
 #
 # Kernels that give the same bits for every batch size exist; they are called **batch-invariant**. They use one order
-# of additions for all sizes, and so they cannot split the work as suits each size best. Thinking Machines Lab
-# reported in 2025 that a run of 1,000 requests under vLLM took 26 seconds with the usual kernels, and 42 seconds
-# with batch-invariant ones (H. He, *Defeating Nondeterminism in LLM Inference*). Our engine makes the usual choice.
-# Its tests compare tokens in float32, and where two tokens are nearer than rounding, they compare logits.
+# of additions for all sizes, and so they cannot split the work as suits each size best: they are slower (H. He and
+# Thinking Machines Lab 2025, *Defeating Nondeterminism in LLM Inference*, measure by how much). Our
+# engine makes the usual choice. Its tests compare tokens in float32, and where two tokens are nearer than rounding,
+# they compare logits.
 #
 # ## With your own code
 #
